@@ -1,0 +1,1 @@
+"""What carries messages and processes: bus, transports, configuration, logs, metrics, the CLI."""

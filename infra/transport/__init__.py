@@ -1,0 +1,1 @@
+"""How KV blocks move between processes: ``shm`` on one host."""

@@ -1,0 +1,1 @@
+"""The honest client: load generator and benchmarks. Nobody imports this package."""

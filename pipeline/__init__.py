@@ -1,0 +1,1 @@
+"""What moves a request: stages, ownership, admission, routing, the bridge and the client."""

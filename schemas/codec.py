@@ -1,0 +1,109 @@
+"""Bytes to messages and back.
+
+A message is a msgspec struct; its tag ``<name>/<version>`` stands in the field ``schema``. On the
+wire it is a MessagePack map. Unknown fields are ignored, so a newer peer may add some; a missing
+field, a wrong type or an unknown tag is a :class:`SchemaError` that names the path.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from array import array
+from collections.abc import Hashable
+from functools import cache
+from typing import Any, TypeVar, cast
+
+import msgspec
+
+from schemas.errors import SchemaError
+
+TAG_FIELD = "schema"
+
+T = TypeVar("T")  # a message class, or a union of them
+
+_encode = msgspec.msgpack.Encoder().encode
+_PATH = re.compile(r" - at `(?P<path>[^`]*)`")
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field=TAG_FIELD):
+    """Base of everything that travels on its own. Subclasses give ``tag="<name>/<version>"``."""
+
+
+def encode(message: Message) -> bytes:
+    """``message`` as MessagePack."""
+    return _encode(message)
+
+
+@cache
+def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(kind)
+
+
+@cache
+def _json_decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
+
+
+def decode(data: bytes, kind: type[T]) -> T:
+    """The message in ``data``; ``kind`` is a message class or a union of them.
+
+    Raises:
+        SchemaError: truncated bytes, an unknown tag, a missing field or a wrong type; ``param``
+            is the path, ``$`` the message itself.
+    """
+    try:
+        message: T = _decoder(cast(Hashable, kind)).decode(data)
+    except msgspec.ValidationError as error:
+        raise _schema_error(error) from error
+    except msgspec.DecodeError as error:
+        raise SchemaError(f"not MessagePack: {error}", param="$") from error
+    return message
+
+
+def decode_json(data: bytes, kind: type[T]) -> T:
+    """The same for JSON, which admission accepts beside MessagePack (``$`` and errors as above)."""
+    try:
+        message: T = _json_decoder(cast(Hashable, kind)).decode(data)
+    except msgspec.ValidationError as error:
+        raise _schema_error(error) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise SchemaError(f"not JSON: {error}", param="$") from error
+    return message
+
+
+def _schema_error(error: Exception) -> SchemaError:
+    text = str(error)
+    found = _PATH.search(text)
+    return SchemaError(text, param=found.group("path") if found else "$")
+
+
+def tag_of(kind: type[Message]) -> str:
+    """The tag ``<name>/<version>`` of a message class."""
+    return str(kind.__struct_config__.tag)
+
+
+def pack_ids(ids: list[int] | tuple[int, ...]) -> bytes:
+    """Token ids as packed little-endian uint32.
+
+    Raises:
+        SchemaError: an id is negative or over 2**32 - 1.
+    """
+    try:
+        packed = array("I", ids)
+    except OverflowError as error:
+        raise SchemaError("a token id must fit in 32 bits", param="ids") from error
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_ids(data: bytes) -> list[int]:
+    """The inverse of :func:`pack_ids`."""
+    if len(data) % 4:
+        raise SchemaError("packed token ids must be a multiple of 4 bytes", param="ids")
+    packed = array("I")
+    packed.frombytes(data)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tolist()

@@ -1,0 +1,60 @@
+"""Life signs, quick words and dead letters."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from schemas.codec import Message
+
+ProcessState = Literal["starting", "ready", "draining", "gone"]
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How busy a worker is."""
+
+    num_running: int = 0  # sequences in the running batch
+    num_waiting: int = 0  # taken, not running yet
+    num_free_slots: int = 0  # how many more it would take now
+    num_blocks: int = 0
+    num_free_blocks: int = 0  # free or cached and evictable
+    waiting_tokens: int = 0  # prompt tokens not computed yet
+
+
+class Beat(Message, frozen=True, kw_only=True, tag="beat/1"):
+    """One heartbeat. ``process`` carries a boot nonce: the same one never comes back."""
+
+    process: str
+    kind: Literal["worker", "bridge", "control"]
+    state: ProcessState
+    host: str
+    pid: int
+    started_unix_ms: int
+    health_port: int = 0
+    worker: str = ""  # workers: the worker id in subjects
+    roles: tuple[str, ...] = ()  # workers: "prefill", "decode"
+    served: str = ""  # workers: <model@rev>
+    engine: str = ""  # workers: "torch", "simulated"
+    fingerprint: str = ""  # workers: of the KV layout
+    load: Load = Load()
+    reason: str = ""  # why not ready
+
+
+class CancelWord(Message, frozen=True, kw_only=True, tag="cancel-word/1"):
+    """To a worker: the request ended on its chain, stop computing it."""
+
+    request_id: str
+
+
+class DeadLetter(Message, frozen=True, kw_only=True, tag="dead-letter/1"):
+    """A message that no stage could use, kept whole for a person to look at."""
+
+    subject: str
+    reason: str
+    code: str
+    payload: bytes
+    headers: dict[str, str] = msgspec.field(default_factory=dict)
+    stage: str = ""
+    process: str = ""
+    unix_ms: int = 0

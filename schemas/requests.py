@@ -1,0 +1,85 @@
+"""What admission receives, and what it writes once it has decided.
+
+``InferenceRequest`` is the public way in: bridges, ``pipeline/client.py`` and any NATS client
+publish it. ``RequestRecord`` is the admitted request; every later stage works from it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from schemas.codec import Message
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How tokens are chosen. Ranges are checked by admission, which names the field.
+
+    Order of application: logit bias, penalties, temperature, top-k, top-p, min-p. Logprobs are
+    those of the model before temperature, after logit bias and penalties.
+    """
+
+    max_tokens: int | None = None  # None: as many as the context has room for
+    min_tokens: int = 0  # before that neither eos nor a stop ends the answer
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    seed: int | None = None  # admission always sets one
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None: none; k: the chosen token and the k most likely
+    n: int = 1
+
+
+class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One turn of a conversation; ``content`` is text, or OpenAI's list of text parts."""
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+
+
+class InferenceRequest(Message, frozen=True, kw_only=True, tag="inference-request/1"):
+    """A request as its publisher makes it. Exactly one of ``messages`` and ``prompt`` is set."""
+
+    request_id: str  # the publisher's: 128 random bits, as text
+    model: str
+    messages: tuple[ChatMessage, ...] | None = None
+    prompt: str | tuple[int, ...] | None = None  # text, or token ids
+    sampling: SamplingParams = SamplingParams()
+    reader: str | None = None  # None: "client.<request_id>"
+    deadline_unix_ms: int | None = None
+    priority: int = 0
+    tenant: str = ""
+    label: str = ""  # the client's own id: logged, never trusted to be unique
+    cache_salt: str = ""
+    echo: bool = False  # completions: the prompt's text is given back in front
+
+
+class RequestRecord(Message, frozen=True, kw_only=True, tag="request-record/1"):
+    """The admitted request, at ``mesh.v1.request.<id>``, written once."""
+
+    request_id: str
+    model: str
+    revision: str
+    served: str  # the subject token <model@rev>
+    prompt_ids: bytes  # packed little-endian uint32
+    sampling: SamplingParams  # seed and max_tokens set
+    reader: str
+    admitted_unix_ms: int
+    deadline_unix_ms: int
+    tenant: str = ""
+    priority: int = 0
+    label: str = ""
+    cache_salt: str = ""
+    cost: float = 0.0
+
+
+FinishReason = Literal["stop", "length"]

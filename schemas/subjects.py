@@ -1,0 +1,178 @@
+"""Subject names: the only place that turns model names and ids into subject tokens and back.
+
+    mesh.v1.admission.<model>                        InferenceRequest
+    mesh.v1.prefill.<model@rev>.<worker|any>         PrefillTask
+    mesh.v1.kv-ready.<model@rev>                     KvReady
+    mesh.v1.decode.<model@rev>.<worker|any>          DecodeTask
+    mesh.v1.request.<id>                             RequestRecord
+    mesh.v1.token-stream.<reader>                    TokenBatch, Accepted
+    mesh.v1.token-stream.<reader>.claim.<id>         the claim chain of one request
+    mesh.v1.live.token-stream.>                      both of the above, republished in stream order
+    mesh.v1.cancel.<worker>                          CancelWord
+    mesh.v1.lease.<worker>                           LeaseRelease
+    mesh.v1.beat.<process>                           Beat
+    mesh.v1.dead                                     DeadLetter
+
+A ``<reader>`` is two tokens, ``<broker user>.<name>``: permissions know subjects only, so the
+user in front is what keeps one client from reading another's stream.
+"""
+
+from __future__ import annotations
+
+import re
+
+from schemas.errors import SchemaError
+
+ROOT = "mesh.v1"
+ANY = "any"
+
+_PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_")
+_TOKEN = re.compile(r"[A-Za-z0-9_=@-]{1,255}\Z")
+_READER = re.compile(r"[A-Za-z0-9_-]{1,64}\.[A-Za-z0-9_-]{1,64}\Z")
+_ID = re.compile(r"[A-Za-z0-9_-]{8,64}\Z")
+
+
+def encode_name(name: str) -> str:
+    """A model name as one subject token (also a legal KV key): other bytes become ``=XX``."""
+    if not name:
+        raise SchemaError("a name may not be empty", param="model")
+    return "".join(
+        c if c in _PLAIN else "".join(f"={byte:02X}" for byte in c.encode()) for c in name
+    )
+
+
+def decode_name(token: str) -> str:
+    """The inverse of :func:`encode_name`."""
+    out = bytearray()
+    i = 0
+    try:
+        while i < len(token):
+            if token[i] == "=":
+                out.append(int(token[i + 1 : i + 3], 16))
+                i += 3
+            else:
+                out += token[i].encode()
+                i += 1
+        return out.decode()
+    except ValueError as error:
+        raise SchemaError(f"subject token {token!r} is no encoded name", param="subject") from error
+
+
+def served(model: str, revision: str) -> str:
+    """The subject token ``<model@rev>`` under which one revision is served."""
+    return f"{encode_name(model)}@{encode_name(revision)}"
+
+
+def split_served(token: str) -> tuple[str, str]:
+    """Model name and revision behind a ``<model@rev>`` token."""
+    model, at, revision = token.partition("@")
+    if not at:
+        raise SchemaError(f"{token!r} names no revision", param="subject")
+    return decode_name(model), decode_name(revision)
+
+
+def check_request_id(request_id: str) -> str:
+    """``request_id`` itself when it can stand in a subject."""
+    if not _ID.match(request_id):
+        raise SchemaError(
+            "a request id is 8 to 64 of the characters A-Z a-z 0-9 _ -", param="request_id"
+        )
+    return request_id
+
+
+def check_reader(reader: str) -> str:
+    """``reader`` itself when it has the form ``<broker user>.<name>``."""
+    if not _READER.match(reader):
+        raise SchemaError("a reader is '<broker user>.<name>'", param="reader")
+    return reader
+
+
+def _worker(worker: str) -> str:
+    if not _TOKEN.match(worker):
+        raise SchemaError(f"{worker!r} is no worker id", param="worker")
+    return worker
+
+
+def admission(model: str) -> str:
+    """Where requests for ``model`` enter."""
+    return f"{ROOT}.admission.{encode_name(model)}"
+
+
+def prefill(served_model: str, worker: str = ANY) -> str:
+    """Prefill tasks for one worker, or for whoever pulls first."""
+    return f"{ROOT}.prefill.{served_model}.{_worker(worker)}"
+
+
+def kv_ready(served_model: str) -> str:
+    """Where finished prefills are announced."""
+    return f"{ROOT}.kv-ready.{served_model}"
+
+
+def decode(served_model: str, worker: str = ANY) -> str:
+    """Decode tasks for one worker, or for whoever pulls first."""
+    return f"{ROOT}.decode.{served_model}.{_worker(worker)}"
+
+
+def request_record(request_id: str) -> str:
+    """The admitted request, written once."""
+    return f"{ROOT}.request.{check_request_id(request_id)}"
+
+
+def token_stream(reader: str) -> str:
+    """Tokens for one reader."""
+    return f"{ROOT}.token-stream.{check_reader(reader)}"
+
+
+def chain(reader: str, request_id: str) -> str:
+    """The claim chain of one request."""
+    return f"{token_stream(reader)}.claim.{check_request_id(request_id)}"
+
+
+def live(subject: str) -> str:
+    """Where the broker republishes ``subject``, in stream order."""
+    return f"{ROOT}.live.{subject.removeprefix(ROOT + '.')}"
+
+
+def stored(live_subject: str) -> str:
+    """The stream's own subject behind a republished one (a stored subject is kept)."""
+    return f"{ROOT}.{live_subject.removeprefix(ROOT + '.').removeprefix('live.')}"
+
+
+def split_stream_subject(subject: str) -> tuple[str, str | None]:
+    """Reader, and the request id when the subject is a claim chain, of a stored or live subject."""
+    parts = stored(subject).split(".")
+    if len(parts) == 5 and parts[2] == "token-stream":
+        return f"{parts[3]}.{parts[4]}", None
+    if len(parts) == 7 and parts[2] == "token-stream" and parts[5] == "claim":
+        return f"{parts[3]}.{parts[4]}", parts[6]
+    raise SchemaError(f"{subject!r} is no token stream", param="subject")
+
+
+def split_work(subject: str) -> tuple[str, str, str | None]:
+    """Stage, model token and worker (None where the stage has none) of a work subject."""
+    parts = subject.split(".")
+    if len(parts) == 5 and parts[2] in ("prefill", "decode"):
+        return parts[2], parts[3], parts[4]
+    if len(parts) == 4 and parts[2] in ("admission", "kv-ready"):
+        return parts[2], parts[3], None
+    raise SchemaError(f"{subject!r} is no work subject", param="subject")
+
+
+def cancel(worker: str) -> str:
+    """The quick word to a worker that a request ended."""
+    return f"{ROOT}.cancel.{_worker(worker)}"
+
+
+def lease(worker: str) -> str:
+    """Releases and renewals of the leases that a worker gave."""
+    return f"{ROOT}.lease.{_worker(worker)}"
+
+
+def beat(process: str) -> str:
+    """Heartbeats of one process."""
+    return f"{ROOT}.beat.{_worker(process)}"
+
+
+DEAD = f"{ROOT}.dead"
+ALL_CHAINS = f"{ROOT}.token-stream.*.*.claim.*"
+ALL_BEATS = f"{ROOT}.beat.*"

@@ -1,0 +1,121 @@
+"""What a reader receives: tokens, and the entries of a request's claim chain.
+
+Everything here lies in one stream, and that stream's order is the truth. The rules that give each
+entry its meaning are in ``pipeline/ownership.py``.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from schemas.codec import Message
+from schemas.errors import ErrorInfo
+
+
+class TopLogprob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One alternative at a position."""
+
+    token_id: int
+    token: str
+    logprob: float
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The chosen token's logprob and its alternatives, most likely first."""
+
+    token_id: int
+    token: str  # this token's own text, with U+FFFD where it holds part of a character
+    logprob: float
+    top: tuple[TopLogprob, ...] = ()
+
+
+class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Tokens ``number``, ``number + 1``, … of one choice, and the text they add.
+
+    ``text`` may be shorter than the tokens say: text that could still become a stop string, or
+    half a character, is held back and comes with a later delta.
+    """
+
+    request_id: str
+    epoch: int
+    number: int
+    ids: tuple[int, ...]
+    text: str = ""
+    index: int = 0  # the choice
+    finish_reason: str | None = None  # "stop" or "length", on the last delta of a choice
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+class TokenBatch(Message, frozen=True, kw_only=True, tag="token-batch/1"):
+    """What one engine step brought for one reader."""
+
+    worker: str
+    deltas: tuple[TokenDelta, ...]
+
+
+class Accepted(Message, frozen=True, kw_only=True, tag="accepted/1"):
+    """Admission wrote the record; the request will end with a terminal entry."""
+
+    request_id: str
+    model: str
+    revision: str
+    prompt_tokens: int
+    max_tokens: int
+    admitted_unix_ms: int
+    deadline_unix_ms: int
+    echo_text: str | None = None
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Exact token counts; ``cached_tokens`` is the part of the prompt found in a KV cache."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+class Claim(Message, frozen=True, kw_only=True, tag="claim/1"):
+    """Chain entry: from here on ``worker`` owns the request, under ``epoch``."""
+
+    request_id: str
+    epoch: int
+    worker: str
+    role: str  # "prefill" or "decode"
+    served: str
+    deadline_unix_ms: int
+
+
+class StreamEnd(Message, frozen=True, kw_only=True, tag="stream-end/1"):
+    """Chain entry: complete. Every token was confirmed by the stream before this was written."""
+
+    request_id: str
+    epoch: int
+    num_tokens: tuple[int, ...]  # per choice
+    finish_reasons: tuple[str, ...]  # per choice
+    usage: Usage
+
+
+class StreamError(Message, frozen=True, kw_only=True, tag="stream-error/1"):
+    """Chain entry: refused (epoch 0) or failed."""
+
+    request_id: str
+    epoch: int
+    error: ErrorInfo
+
+
+class Cancelled(Message, frozen=True, kw_only=True, tag="cancelled/1"):
+    """Chain entry: the client left or asked for the end."""
+
+    request_id: str
+    reason: str = ""
+
+
+class Expired(Message, frozen=True, kw_only=True, tag="expired/1"):
+    """Chain entry: the deadline passed."""
+
+    request_id: str
+
+
+ChainEntry = Claim | StreamEnd | StreamError | Cancelled | Expired
+ReaderMessage = TokenBatch | Accepted
+StreamMessage = TokenBatch | Accepted | Claim | StreamEnd | StreamError | Cancelled | Expired

@@ -1,0 +1,194 @@
+"""The seams of the engine: what a worker asks of it, and what it asks of a runner.
+
+A worker speaks to :class:`workers.engine.engine.Engine` through the dataclasses here; the engine
+speaks to a :class:`Runner` (torch or simulated). An engine is used by one thread only.
+
+A *request* has one or more *choices* (``sampling.n``); each choice is one sequence. Token numbers
+count from 0 per choice. ``key`` names a request inside the engine: unique per (request, epoch).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from schemas.control import Load
+from schemas.requests import SamplingParams
+from schemas.tokens import TokenLogprob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRequest:
+    """What to compute.
+
+    ``tokens`` are tokens that exist already, per choice (a take-over, or the first token that
+    came with a handle): they are never sampled again, but count against ``max_tokens``, enter
+    penalties, stop strings and the detokenizer. Empty: no choice has any.
+    ``finished`` gives, per choice, the reason for which it ended before; "" while it runs.
+
+    ``hold_after_first``: the prefill role. Every running choice samples exactly one more token;
+    then, if any choice still runs, the request is *held*: nothing more is computed, its blocks
+    stay as they are and pinned until ``release``. What is held is the common part of all
+    choices: prompt and tokens for one choice, the prompt for several.
+    ``imported_blocks``: blocks got from ``reserve`` and filled from outside; they hold the KV of
+    the first ``num_imported_tokens`` tokens of prompt and tokens.
+    """
+
+    key: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams  # seed and max_tokens are set
+    salt: bytes = b""  # of the prefix hash: what must not share blocks
+    tokens: tuple[tuple[int, ...], ...] = ()
+    finished: tuple[str, ...] = ()
+    hold_after_first: bool = False
+    imported_blocks: tuple[int, ...] = ()
+    num_imported_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenOutput:
+    """One new token of one choice, and the text that became visible with it."""
+
+    key: str
+    index: int
+    number: int
+    token_id: int
+    text: str
+    finish_reason: str | None = None
+    logprob: TokenLogprob | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldRequest:
+    """A request that waits with its blocks pinned; see ``EngineRequest.hold_after_first``."""
+
+    key: str
+    blocks: tuple[int, ...]  # slots, in token order; the last may be partly full
+    num_tokens: int  # whose KV the blocks hold
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedRequest:
+    """All choices ended; the request's blocks are released."""
+
+    key: str
+    num_tokens: tuple[int, ...]  # per choice, tokens that existed before included
+    finish_reasons: tuple[str, ...]
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedRequest:
+    """The engine raised for this request alone; its blocks are released, others go on."""
+
+    key: str
+    message: str
+
+
+@dataclass(slots=True)
+class StepReport:
+    """What one step brought, in the order in which it happened."""
+
+    outputs: list[TokenOutput] = field(default_factory=list)
+    held: list[HeldRequest] = field(default_factory=list)
+    finished: list[FinishedRequest] = field(default_factory=list)
+    failed: list[FailedRequest] = field(default_factory=list)
+    num_computed_tokens: int = 0  # token positions run through the model in this step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """Facts about a loaded engine that others must agree on or may show."""
+
+    kind: str  # "torch" or "simulated"
+    context_length: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    block_size: int
+    num_blocks: int
+    block_bytes: int
+    fingerprint: str  # readers of our blocks must have the same
+
+
+class EngineApi(Protocol):
+    """What a worker service needs. Only the engine's own thread calls these."""
+
+    info: EngineInfo
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            ContextTooLong: prompt and tokens leave no room in the context.
+            NoCapacity: it could never fit the pool, even alone.
+        """
+
+    def reserve(self, key: str, num_tokens: int) -> tuple[int, ...] | None:
+        """Blocks for ``num_tokens`` tokens, to be filled from outside and named in a later
+        ``add`` with the same key; None when there is no room now."""
+
+    def release(self, key: str) -> None:
+        """Give back whatever ``key`` holds (running, reserved or held); unknown keys are fine."""
+
+    def step(self) -> StepReport:
+        """Schedule, run, sample, report. Returns an empty report when there is no work."""
+
+    def has_work(self) -> bool:
+        """Whether ``step`` would compute something."""
+
+    def load(self) -> Load:
+        """How busy it is."""
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError when the books are wrong."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledSequence:
+    """A sequence's share of one step: positions ``[start, start + count)`` are computed.
+
+    ``block_table`` covers them all; position p lives in slot ``block_table[p // block_size]`` at
+    offset ``p % block_size``. When ``sample`` is set, the logits of the last position give token
+    number ``len(token_ids) - num_prompt_tokens`` of choice ``index``.
+    """
+
+    token_ids: Seq[int]  # prompt and tokens so far; never changed by a runner
+    num_prompt_tokens: int
+    block_table: Seq[int]
+    start: int
+    count: int
+    sample: bool
+    sampling: SamplingParams
+    index: int  # the choice
+
+    @property
+    def token_number(self) -> int:
+        """The number of the token that this step would sample."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """One sampled token; ``logprob`` and ``top`` only when the request asks for logprobs."""
+
+    token_id: int
+    logprob: float = 0.0
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
+
+
+class Runner(Protocol):
+    """The part of an engine that knows a model. It writes KV into the pool it was given."""
+
+    info: EngineInfo
+
+    def execute(self, batch: Seq[ScheduledSequence]) -> list[Sampled]:
+        """Compute the batch; one result per sequence with ``sample`` set, in batch order.
+
+        What a sequence gets does not depend on what else is in the batch (bit for bit in the
+        simulated runner; up to rounding in torch).
+        """
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy one slot's bytes to another (fork of a partly full block)."""
