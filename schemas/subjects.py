@@ -5,16 +5,18 @@
     mesh.v1.kv-ready.<model@rev>                     KvReady
     mesh.v1.decode.<model@rev>.<worker|any>          DecodeTask
     mesh.v1.request.<id>                             RequestRecord
-    mesh.v1.token-stream.<reader>                    TokenBatch, Accepted
+    mesh.v1.token-stream.<reader>.tokens             TokenBatch, Accepted
     mesh.v1.token-stream.<reader>.claim.<id>         the claim chain of one request
-    mesh.v1.live.token-stream.>                      both of the above, republished in stream order
+    mesh.v1.live.token-stream.<reader>.>             both of the above, republished in stream order
     mesh.v1.cancel.<worker>                          CancelWord
     mesh.v1.lease.<worker>                           LeaseRelease
     mesh.v1.beat.<process>                           Beat
     mesh.v1.dead                                     DeadLetter
 
 A ``<reader>`` is two tokens, ``<broker user>.<name>``: permissions know subjects only, so the
-user in front is what keeps one client from reading another's stream.
+user in front is what keeps one client from reading another's stream. Tokens have a subject below
+the reader, beside the chains, so that one filter (:func:`reader_filter`) covers all that a reader
+needs, in one order.
 """
 
 from __future__ import annotations
@@ -120,12 +122,17 @@ def request_record(request_id: str) -> str:
 
 def token_stream(reader: str) -> str:
     """Tokens for one reader."""
-    return f"{ROOT}.token-stream.{check_reader(reader)}"
+    return f"{ROOT}.token-stream.{check_reader(reader)}.tokens"
 
 
 def chain(reader: str, request_id: str) -> str:
     """The claim chain of one request."""
-    return f"{token_stream(reader)}.claim.{check_request_id(request_id)}"
+    return f"{ROOT}.token-stream.{check_reader(reader)}.claim.{check_request_id(request_id)}"
+
+
+def reader_filter(reader: str) -> str:
+    """Everything stored for one reader: its tokens and its requests' chains."""
+    return f"{ROOT}.token-stream.{check_reader(reader)}.>"
 
 
 def live(subject: str) -> str:
@@ -141,7 +148,7 @@ def stored(live_subject: str) -> str:
 def split_stream_subject(subject: str) -> tuple[str, str | None]:
     """Reader, and the request id when the subject is a claim chain, of a stored or live subject."""
     parts = stored(subject).split(".")
-    if len(parts) == 5 and parts[2] == "token-stream":
+    if len(parts) == 6 and parts[2] == "token-stream" and parts[5] == "tokens":
         return f"{parts[3]}.{parts[4]}", None
     if len(parts) == 7 and parts[2] == "token-stream" and parts[5] == "claim":
         return f"{parts[3]}.{parts[4]}", parts[6]
