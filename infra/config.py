@@ -1,0 +1,256 @@
+"""One frozen configuration per role, built once and passed down.
+
+    WorkerConfig, ControlConfig, BridgeConfig    one process each
+    UpConfig                                     ``mesh up``: how many of them, and theirs
+    BusConfig                                    part of each: the bus and the data directory
+
+Values come from defaults < ``--config FILE`` (TOML) < ``MESH_*`` variables < flags; the mechanism
+and the spelling of names are in ``infra/settings.py``. Times of the protocol (beats, leases,
+windows) are no settings: they stand in ``infra/times.py``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from infra.parse import (
+    ModelSource,
+    choice,
+    model,
+    models,
+    number,
+    path,
+    process_name,
+    size_bytes,
+    text,
+    whole,
+)
+from infra.settings import SHARED_TABLE, Sources, load, setting
+from schemas.errors import ConfigError
+
+DEFAULT_MODEL = ModelSource("smollm2-135m", "smollm2-135m")
+BUS_ENV = "bus.env"
+_PORT = whole(0, 65535)
+
+
+def _default_data() -> Path:
+    return path(os.environ.get("XDG_DATA_HOME") or "~/.local/share") / "inference-mesh"
+
+
+def num_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BusConfig:
+    """Where the bus and the data are."""
+
+    table: ClassVar[str] = SHARED_TABLE
+
+    nats_url: str = setting(
+        "", text, "broker URL; default: the one in DATA/bus.env", flag="--nats", secret=True
+    )
+    data: Path = setting(
+        _default_data, path, "data directory (models, logs, embedded broker, bus.env)"
+    )
+    log_level: str = setting(
+        "info", choice("debug", "info", "warning", "error"), "least severe lines to log"
+    )
+    log_format: str = setting("json", choice("json", "console"), "log lines for machines or people")
+
+    def url(self, role: str) -> str:
+        """The URL to connect to as ``role``: the one given, else the one for this role in
+        ``<data>/bus.env``, else the client's there.
+
+        Raises:
+            ConfigError: neither is there.
+        """
+        if self.nats_url:
+            return self.nats_url
+        found = read_bus_env(self.data / BUS_ENV)
+        url = found.get(f"NATS_URL_{role.upper()}") or found.get("NATS_URL")
+        if not url:
+            raise ConfigError(
+                f"no broker: no mesh runs in {self.data} (no {BUS_ENV} there); "
+                "start one with 'mesh up', or give --nats URL or MESH_NATS_URL",
+                param="mesh.nats_url",
+            )
+        return url
+
+
+def read_bus_env(file: Path) -> dict[str, str]:
+    """The ``KEY=value`` lines of a ``bus.env``; nothing when the file is not there.
+
+    Raises:
+        ConfigError: the file is there and can't be read.
+    """
+    try:
+        lines = file.read_text().splitlines()
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise ConfigError(f"can't read {file}: {error.strerror}", param="mesh.data") from error
+    pairs = (line.partition("=") for line in lines if not line.startswith("#"))
+    return {key.strip(): value.strip().strip("'\"") for key, equals, value in pairs if equals}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlConfig:
+    """The control process: admission and router."""
+
+    table: ClassVar[str] = "control"
+
+    bus: BusConfig
+    name: str = setting("control", process_name, "name of this process, part of its id")
+    models: tuple[ModelSource, ...] = setting(
+        (DEFAULT_MODEL,), models, "a model to admit requests for, NAME=SOURCE", flag="--model",
+        many=True,
+    )  # fmt: skip
+    request_timeout_s: float = setting(
+        300.0, number(0.1, 840), "deadline of a request that brings none"
+    )
+    max_request_timeout_s: float = setting(
+        840.0, number(1, 840), "a later deadline is cut to this (tokens are kept for 900 s)"
+    )
+    health_host: str = setting("127.0.0.1", text, "where /health, /ready, /metrics listen")
+    health_port: int = setting(0, _PORT, "port of /health, /ready, /metrics; 0: any free one")
+    grace_s: float = setting(8.0, number(0.1, 600), "how long a drain may take")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """One worker: an engine with one model, and the roles it plays."""
+
+    table: ClassVar[str] = "worker"
+
+    bus: BusConfig
+    name: str = setting("worker", process_name, "name of this process, part of its id")
+    role: str = setting("both", choice("prefill", "decode", "both"), "which tasks it takes")
+    model: ModelSource = setting(DEFAULT_MODEL, model, "the model it serves, NAME=SOURCE")
+    engine: str = setting(
+        "torch", choice("torch", "simulated"), "simulated: tokens from a hash, times from a model"
+    )
+    dtype: str = setting("bf16", choice("fp32", "bf16"), "numbers of weights and KV cache")
+    kv_memory: int = setting(
+        2**30, size_bytes(2**20), "bytes of the KV cache, such as 2GB or 512MiB"
+    )
+    block_size: int = setting(16, whole(1, 256), "tokens per KV block; equal on all workers")
+    max_num_sequences: int = setting(64, whole(1, 4096), "sequences in one running batch")
+    max_batch_tokens: int = setting(512, whole(16, 65536), "tokens computed in one step")
+    threads: int = setting(num_cores, whole(1, 1024), "threads of the engine; default: all cores")
+    speed: float = setting(
+        1.0, number(0.001, 1000), "simulated engine: times of the cost model are divided by this"
+    )
+    health_host: str = setting("127.0.0.1", text, "where /health, /ready, /metrics listen")
+    health_port: int = setting(0, _PORT, "port of /health, /ready, /metrics; 0: any free one")
+    grace_s: float = setting(8.0, number(0.1, 600), "how long a drain may take")
+
+    def __post_init__(self) -> None:
+        if self.max_batch_tokens < self.max_num_sequences:
+            raise ConfigError(
+                f"worker.max_batch_tokens {self.max_batch_tokens} is less than "
+                f"worker.max_num_sequences {self.max_num_sequences}: a decode step would not fit",
+                param="worker.max_batch_tokens",
+            )
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles as beats and subjects name them."""
+        return ("prefill", "decode") if self.role == "both" else (self.role,)
+
+    def thread_environment(self) -> dict[str, str]:
+        """Variables that must stand in the environment before torch is imported.
+
+        PASSIVE: an OpenMP thread that waits sleeps; two workers that share the cores would
+        otherwise spin against each other.
+        """
+        return {"OMP_NUM_THREADS": str(self.threads), "OMP_WAIT_POLICY": "PASSIVE"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BridgeConfig:
+    """The HTTP bridge."""
+
+    table: ClassVar[str] = "bridge"
+
+    bus: BusConfig
+    name: str = setting("bridge", process_name, "name of this process, part of its id")
+    host: str = setting("127.0.0.1", text, "address to listen on")
+    port: int = setting(8000, _PORT, "port to listen on; 0: any free one")
+    max_body_bytes: int = setting(4 * 2**20, size_bytes(1024), "larger bodies are refused with 413")
+    max_open_requests: int = setting(
+        4096, whole(1, 1_000_000), "requests at once; more are refused with 429"
+    )
+    request_timeout_s: float = setting(300.0, number(0.1, 840), "deadline of a request")
+    accept_timeout_s: float = setting(
+        10.0, number(0.1, 600), "how long admission may take to accept before the client gets 503"
+    )
+    health_host: str = setting("127.0.0.1", text, "where /health, /ready, /metrics listen")
+    health_port: int = setting(0, _PORT, "port of /health, /ready, /metrics; 0: any free one")
+    grace_s: float = setting(8.0, number(0.1, 600), "how long a drain may take")
+
+
+RoleConfig = ControlConfig | WorkerConfig | BridgeConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpConfig:
+    """``mesh up``: how many of which role, and the configuration each of them gets."""
+
+    table: ClassVar[str] = "up"
+
+    bus: BusConfig
+    control: ControlConfig
+    worker: WorkerConfig
+    bridge: BridgeConfig
+    prefill: int = setting(-1, whole(0, 256), "number of prefill workers per model")
+    decode: int = setting(-1, whole(0, 256), "number of decode workers per model")
+    both: int = setting(0, whole(0, 256), "number of workers per model that do both")
+    models: tuple[ModelSource, ...] = setting(
+        (DEFAULT_MODEL,), models, "a model to serve, NAME=SOURCE; may be repeated", flag="--model",
+        many=True,
+    )  # fmt: skip
+    drain_s: float = setting(10.0, number(0.1, 600), "Ctrl-C: how long the drain may take")
+
+    def __post_init__(self) -> None:
+        for role in ("prefill", "decode"):
+            if self.both == 0 and getattr(self, f"num_{role}") == 0:
+                raise ConfigError(
+                    f"no worker would do {role}: give --{role} N or --both N", param=f"up.{role}"
+                )
+
+    @property
+    def num_prefill(self) -> int:
+        """Prefill workers per model: as given, else one unless ``both`` workers do it."""
+        return self.prefill if self.prefill >= 0 else int(self.both == 0)
+
+    @property
+    def num_decode(self) -> int:
+        """Decode workers per model: as given, else one unless ``both`` workers do it."""
+        return self.decode if self.decode >= 0 else int(self.both == 0)
+
+    @property
+    def num_workers(self) -> int:
+        """Workers of all models together."""
+        return (self.num_prefill + self.num_decode + self.both) * len(self.models)
+
+
+def load_up(
+    *,
+    file: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    flags: Mapping[str, object] | None = None,
+) -> UpConfig:
+    """``UpConfig``, with the cores shared out between the workers unless threads were given.
+
+    Raises:
+        ConfigError: as ``infra.settings.load``.
+    """
+    first = load(UpConfig, Sources.gather(file=file, env=env, flags=flags))
+    shared: dict[str, Any] = {"threads": max(1, num_cores() // first.num_workers)}
+    return load(UpConfig, Sources.gather(file=file, env=env, flags=flags, defaults=shared))

@@ -1,0 +1,137 @@
+"""Parsers for settings: text or a TOML value in, a checked value out, ValueError with a reason."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)\Z")
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,40}\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model as clients name it, and where it comes from: a built-in name, a folder, a file or
+    a hub id."""
+
+    name: str
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.source}"
+
+
+def whole(low: int, high: int) -> Callable[[object], int]:
+    """A whole number from ``low`` to ``high``."""
+
+    def parse(raw: object) -> int:
+        try:
+            if isinstance(raw, bool | float):
+                raise ValueError
+            value = int(str(raw))
+        except ValueError:
+            raise ValueError(f"{raw!r} is no whole number") from None
+        if not low <= value <= high:
+            raise ValueError(f"{value} is not from {low} to {high}")
+        return value
+
+    return parse
+
+
+def number(low: float, high: float) -> Callable[[object], float]:
+    """A number from ``low`` to ``high``."""
+
+    def parse(raw: object) -> float:
+        try:
+            if isinstance(raw, bool):
+                raise ValueError
+            value = float(str(raw))
+        except ValueError:
+            raise ValueError(f"{raw!r} is no number") from None
+        if not low <= value <= high:  # also false for nan
+            raise ValueError(f"{value:g} is not from {low:g} to {high:g}")
+        return value
+
+    return parse
+
+
+def choice(*names: str) -> Callable[[object], str]:
+    """One of ``names``."""
+
+    def parse(raw: object) -> str:
+        if raw not in names:
+            raise ValueError(f"{raw!r} is none of {', '.join(names)}")
+        return str(raw)
+
+    return parse
+
+
+def text(raw: object) -> str:
+    """Any text that is not empty."""
+    if not isinstance(raw, str) or not raw.strip():
+        raise ValueError(f"{raw!r} is no text")
+    return raw.strip()
+
+
+def process_name(raw: object) -> str:
+    """A name that can stand in a subject and in a file name."""
+    if not isinstance(raw, str) or not _NAME.match(raw):
+        raise ValueError(f"{raw!r} is not 1 to 40 of the characters A-Z a-z 0-9 _ -")
+    return raw
+
+
+def path(raw: object) -> Path:
+    """An absolute path; ``~`` is the home directory."""
+    return Path(text(raw) if not isinstance(raw, Path) else raw).expanduser().absolute()
+
+
+def size_bytes(low: int) -> Callable[[object], int]:
+    """Bytes, at least ``low``: a number, or text such as ``2GB`` (10^9) or ``512MiB`` (2^20)."""
+
+    def parse(raw: object) -> int:
+        found = None if isinstance(raw, bool) else _SIZE.match(str(raw).strip())
+        unit = _UNITS.get(found["unit"].lower()) if found else None
+        if found is None or unit is None:
+            raise ValueError(f"{raw!r} is no size like 2GB or 512MiB")
+        value = int(float(found["number"]) * unit)
+        if value < low:
+            raise ValueError(f"{value} bytes are less than {low}")
+        return value
+
+    return parse
+
+
+def model(raw: object) -> ModelSource:
+    """``NAME=SOURCE``, or a source that is its own name."""
+    name, equals, source = text(raw).partition("=")
+    if not name or (equals and not source):
+        raise ValueError(f"{raw!r} is not NAME=SOURCE")
+    return ModelSource(name, source or name)
+
+
+def models(raw: object) -> tuple[ModelSource, ...]:
+    """Several models: text with commas, a list of ``NAME=SOURCE``, or a table of both."""
+    if isinstance(raw, Mapping):
+        raw = [f"{name}={source}" for name, source in raw.items()]
+    items = raw.split(",") if isinstance(raw, str) else raw
+    if not isinstance(items, list | tuple) or not items:
+        raise ValueError(f"{raw!r} is no list of NAME=SOURCE")
+    parsed = tuple(item if isinstance(item, ModelSource) else model(item) for item in items)
+    names = [item.name for item in parsed]
+    if len(set(names)) < len(names):
+        raise ValueError(f"a model is named twice: {', '.join(names)}")
+    return parsed
