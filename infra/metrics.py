@@ -1,0 +1,144 @@
+"""Every metric of the mesh, declared here and nowhere else.
+
+Names are ``mesh_<thing>_<unit>[_total]``, in seconds and bytes; labels come from closed sets
+(stages, outcomes, error codes, states), never from ids. Each process makes one :class:`Metrics`
+with a registry of its own, so that tests can make as many as they like.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.platform_collector import PlatformCollector
+from prometheus_client.process_collector import ProcessCollector
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+# From half a hop on the bus (0.3 ms) to the longest deadline.
+_SECONDS = (
+    0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5,
+    1, 2, 5, 10, 20, 60, 120, 300, 900,
+)  # fmt: skip
+# Token gaps: finer around the 5 to 200 ms in which readers notice differences.
+_GAPS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5, 10)
+_TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 131072)
+
+
+class Metrics:
+    """The metrics of one process.
+
+    Args:
+        process_facts: also export CPU, memory and descriptors of this process.
+    """
+
+    def __init__(self, *, process_facts: bool = False) -> None:
+        self.registry = registry = CollectorRegistry(auto_describe=True)
+        if process_facts:
+            ProcessCollector(registry=registry)
+            PlatformCollector(registry=registry)
+
+        # Admission and bridge
+        self.requests_admitted = Counter(
+            "mesh_requests_admitted_total", "Requests that admission accepted", registry=registry
+        )
+        self.requests_refused = Counter(
+            "mesh_requests_refused_total", "Requests refused, by error code",
+            ["code"], registry=registry,
+        )  # fmt: skip
+        self.requests_ended = Counter(
+            "mesh_requests_ended_total", "Requests answered by this bridge, by how they ended: "
+            "stop, length, or an error code", ["outcome"], registry=registry,
+        )  # fmt: skip
+        self.open_requests = Gauge(
+            "mesh_open_requests", "Requests that this bridge is answering", registry=registry
+        )
+        self.ttft_seconds = Histogram(
+            "mesh_ttft_seconds", "Bridge took the request until it wrote the first token",
+            registry=registry, buckets=_SECONDS,
+        )  # fmt: skip
+        self.itl_seconds = Histogram(
+            "mesh_itl_seconds", "Gap between two token events of one stream, at the bridge",
+            registry=registry, buckets=_GAPS,
+        )  # fmt: skip
+        self.e2e_seconds = Histogram(
+            "mesh_e2e_seconds", "Bridge took the request until it wrote the last byte",
+            registry=registry, buckets=_SECONDS,
+        )  # fmt: skip
+        self.prompt_tokens = Histogram(
+            "mesh_prompt_tokens", "Prompt tokens of admitted requests",
+            registry=registry, buckets=_TOKENS,
+        )  # fmt: skip
+
+        # Stages
+        self.stage_handled = Counter(
+            "mesh_stage_handled_total", "Work messages by stage and outcome",
+            ["stage", "outcome"], registry=registry,
+        )  # fmt: skip
+        self.stage_seconds = Histogram(
+            "mesh_stage_seconds", "From taking a work message to its ack",
+            ["stage"], registry=registry, buckets=_SECONDS,
+        )  # fmt: skip
+        self.dead_letters = Counter(
+            "mesh_dead_letters_total", "Messages that no stage could use",
+            ["stage"], registry=registry,
+        )  # fmt: skip
+        self.takeovers = Counter(
+            "mesh_takeovers_total", "Requests placed again because their owner fell silent or "
+            "failed", registry=registry,
+        )  # fmt: skip
+        self.live_workers = Gauge(
+            "mesh_live_workers", "Workers whose beats this process hears", ["role"],
+            registry=registry,
+        )  # fmt: skip
+
+        # Workers
+        self.tokens_generated = Counter(
+            "mesh_tokens_generated_total", "Tokens sampled by this worker", registry=registry
+        )
+        self.tokens_computed = Counter(
+            "mesh_tokens_computed_total", "Token positions run through the model",
+            registry=registry,
+        )  # fmt: skip
+        self.tokens_cached = Counter(
+            "mesh_tokens_cached_total", "Prompt tokens whose KV was found and not computed",
+            registry=registry,
+        )  # fmt: skip
+        self.tokens_resent = Counter(
+            "mesh_token_messages_resent_total", "Token messages published again because the "
+            "stream had not confirmed them", registry=registry,
+        )  # fmt: skip
+        self.step_seconds = Histogram(
+            "mesh_step_seconds", "One engine step", registry=registry, buckets=_GAPS
+        )
+        self.sequences = Gauge(
+            "mesh_sequences", "Sequences in this engine: running or waiting",
+            ["state"], registry=registry,
+        )  # fmt: skip
+        self.kv_blocks = Gauge(
+            "mesh_kv_blocks", "Blocks of the KV pool: free (or evictable) or used",
+            ["state"], registry=registry,
+        )  # fmt: skip
+        self.leases = Gauge(
+            "mesh_leases", "Handles given out and neither released nor expired", registry=registry
+        )
+        self.leases_ended = Counter(
+            "mesh_leases_ended_total", "Leases by how they ended: released or expired",
+            ["outcome"], registry=registry,
+        )  # fmt: skip
+        self.kv_transfer_seconds = Histogram(
+            "mesh_kv_transfer_seconds", "Reading one handle's blocks, checksums included",
+            registry=registry, buckets=_SECONDS,
+        )  # fmt: skip
+        self.kv_transfer_bytes = Counter(
+            "mesh_kv_transfer_bytes_total", "Bytes of KV read from other workers",
+            registry=registry,
+        )  # fmt: skip
+
+        # Bus
+        self.bus_reconnects = Counter(
+            "mesh_bus_reconnects_total", "Times the connection to the broker came back",
+            registry=registry,
+        )  # fmt: skip
+
+    def exposition(self) -> bytes:
+        """All metrics in Prometheus' text format (:data:`CONTENT_TYPE`)."""
+        return generate_latest(self.registry)
