@@ -63,6 +63,13 @@ class BusConfig:
     )
     log_format: str = setting("json", choice("json", "console"), "log lines for machines or people")
 
+    time_scale: float = setting(
+        1.0,
+        number(0.05, 100),
+        "all times of the protocol (beats, leases, windows) are multiplied by this; "
+        "must be equal in all processes",
+    )
+
     def url(self, role: str) -> str:
         """The URL to connect to as ``role``: the one given, else the one for this role in
         ``<data>/bus.env``, else the client's there.
@@ -111,12 +118,6 @@ class ControlConfig:
         (DEFAULT_MODEL,), models, "a model to admit requests for, NAME=SOURCE", flag="--model",
         many=True,
     )  # fmt: skip
-    request_timeout_s: float = setting(
-        300.0, number(0.1, 840), "deadline of a request that brings none"
-    )
-    max_request_timeout_s: float = setting(
-        840.0, number(1, 840), "a later deadline is cut to this (tokens are kept for 900 s)"
-    )
     health_host: str = setting("127.0.0.1", text, "where /health, /ready, /metrics listen")
     health_port: int = setting(0, _PORT, "port of /health, /ready, /metrics; 0: any free one")
     grace_s: float = setting(8.0, number(0.1, 600), "how long a drain may take")
@@ -186,7 +187,9 @@ class BridgeConfig:
     max_open_requests: int = setting(
         4096, whole(1, 1_000_000), "requests at once; more are refused with 429"
     )
-    request_timeout_s: float = setting(300.0, number(0.1, 840), "deadline of a request")
+    request_timeout_s: float = setting(
+        300.0, number(0.1, 780), "deadline of a request that names none"
+    )
     accept_timeout_s: float = setting(
         10.0, number(0.1, 600), "how long admission may take to accept before the client gets 503"
     )

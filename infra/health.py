@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
 from starlette.applications import Starlette
@@ -21,14 +22,21 @@ class Check:
 
 
 class Health:
-    """Named checks; ready when there is at least one and all hold."""
+    """Named checks; ready when there is at least one and all hold.
+
+    ``changed`` is set whenever a check changes; whoever waits for it clears it.
+    """
 
     def __init__(self) -> None:
         self._checks: dict[str, Check] = {}
+        self.changed = asyncio.Event()
 
     def set(self, name: str, ok: bool, reason: str = "") -> None:
         """Say how ``name`` stands; ``reason`` is shown while it does not hold."""
-        self._checks[name] = Check(ok, reason)
+        check = Check(ok, "" if ok else reason)
+        if self._checks.get(name) != check:
+            self._checks[name] = check
+            self.changed.set()
 
     @property
     def is_ready(self) -> bool:

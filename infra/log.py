@@ -70,6 +70,8 @@ class _Echo:
         if _LEVELS[event["level"]] >= _LEVELS["warning"]:
             hidden = ("level", "timestamp", "event", "process", "exc_info")
             facts = " ".join(f"{key}={value}" for key, value in event.items() if key not in hidden)
+            if event.get("exc_info"):
+                facts += f" ({sys.exception()!r})"
             with contextlib.suppress(OSError):  # a supervisor that died must not stop the drain
                 print(f"{event['level']}: {event['event']} {facts}", file=self._stream, flush=True)
         return event

@@ -1,0 +1,42 @@
+"""A child of ``mesh up`` ends when its supervisor ends, however that happened."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Mapping
+
+from schemas.errors import MeshError
+
+SUPERVISOR_PID = "MESH_SUPERVISOR_PID"
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(number: signal.Signals) -> None:
+    """Ask the kernel to send ``number`` to this process when the thread that started it ends.
+
+    Does nothing where the kernel is not Linux.
+    """
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0):
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+
+
+def follow_supervisor(env: Mapping[str, str] = os.environ) -> None:
+    """In a child: end with the supervisor that ``MESH_SUPERVISOR_PID`` names, if it does.
+
+    The parent asks the kernel for a signal at spawn already; asking again here costs nothing, and
+    comparing the parent's id afterwards closes the gap in which the supervisor may have died.
+
+    Raises:
+        MeshError: the supervisor is gone.
+    """
+    supervisor = env.get(SUPERVISOR_PID)
+    if supervisor is None:
+        return
+    end_with_parent(signal.SIGTERM)
+    if str(os.getppid()) != supervisor:
+        raise MeshError(f"the supervisor (pid {supervisor}) is gone")
