@@ -56,7 +56,7 @@ def decode(data: bytes, kind: type[T]) -> T:
         message: T = _decoder(cast(Hashable, kind)).decode(data)
     except msgspec.ValidationError as error:
         raise _schema_error(error) from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise SchemaError(f"not MessagePack: {error}", param="$") from error
     return message
 
@@ -67,7 +67,7 @@ def decode_json(data: bytes, kind: type[T]) -> T:
         message: T = _json_decoder(cast(Hashable, kind)).decode(data)
     except msgspec.ValidationError as error:
         raise _schema_error(error) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise SchemaError(f"not JSON: {error}", param="$") from error
     return message
 
