@@ -41,6 +41,10 @@ def _default_data() -> Path:
     return path(os.environ.get("XDG_DATA_HOME") or "~/.local/share") / "inference-mesh"
 
 
+def _default_cache() -> Path:
+    return path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "inference-mesh" / "models"
+
+
 def num_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0))
@@ -55,9 +59,8 @@ class BusConfig:
     nats_url: str = setting(
         "", text, "broker URL; default: the one in DATA/bus.env", flag="--nats", secret=True
     )
-    data: Path = setting(
-        _default_data, path, "data directory (models, logs, embedded broker, bus.env)"
-    )
+    data: Path = setting(_default_data, path, "data directory (embedded broker, bus.env, logs)")
+    model_cache: Path = setting(_default_cache, path, "where converted models are kept")
     log_level: str = setting(
         "info", choice("debug", "info", "warning", "error"), "least severe lines to log"
     )

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from schemas.errors import MeshError
 
 SUPERVISOR_PID = "MESH_SUPERVISOR_PID"
+NONCE = "MESH_PROCESS_NONCE"  # chosen by the supervisor, so that it knows its child's process id
 _PR_SET_PDEATHSIG = 1
 
 

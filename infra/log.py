@@ -37,6 +37,34 @@ def make_logger(
         echo: where warnings and worse are repeated in short; nowhere unless given.
     """
     stream = stream or sys.stdout
+    logger: Logger = structlog.wrap_logger(
+        structlog.WriteLogger(stream),
+        processors=_processors(format, stream, echo),
+        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
+        process=process,
+    )
+    return logger
+
+
+def set_up_process(
+    process: str, *, level: str = "info", format: str = "json", echo: TextIO | None = None
+) -> Logger:
+    """The logger of a process that is all ours: modules' own ``structlog.get_logger`` and the
+    standard library's loggers (from warnings up) write the same lines to the same stdout."""
+    structlog.configure(
+        processors=[_Field("process", process), *_processors(format, sys.stdout, echo)],
+        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
+        logger_factory=structlog.WriteLoggerFactory(sys.stdout),
+        cache_logger_on_first_use=True,
+    )
+    logger: Logger = structlog.get_logger()
+    root = logging.getLogger()
+    root.handlers[:] = [_Bridge(logger)]
+    root.setLevel(logging.WARNING)
+    return logger
+
+
+def _processors(format: str, stream: TextIO, echo: TextIO | None) -> list[Processor]:
     processors: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
@@ -46,16 +74,25 @@ def make_logger(
     if echo is not None:
         processors.append(_Echo(echo))
     if format == "json":
-        processors += [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
-    else:
-        processors.append(structlog.dev.ConsoleRenderer(colors=stream.isatty()))
-    logger: Logger = structlog.wrap_logger(
-        structlog.WriteLogger(stream),
-        processors=processors,
-        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
-        process=process,
-    )
-    return logger
+        return [
+            *processors,
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ]
+    return [*processors, structlog.dev.ConsoleRenderer(colors=stream.isatty())]
+
+
+class _Field:
+    """Adds one field to every line."""
+
+    def __init__(self, key: str, value: str) -> None:
+        self._key, self._value = key, value
+
+    def __call__(
+        self, _logger: Any, _method: str, event: MutableMapping[str, Any]
+    ) -> MutableMapping[str, Any]:
+        event.setdefault(self._key, self._value)
+        return event
 
 
 class _Echo:
@@ -92,11 +129,3 @@ class _Bridge(logging.Handler):
             message=record.getMessage(),
             exc_info=record.exc_info,
         )
-
-
-def capture_libraries(logger: Logger, level: int = logging.WARNING) -> None:
-    """Send what libraries log through ``logging``, from ``level`` up, to ``logger``. Changes the
-    process's root logger: for a process of its own only."""
-    root = logging.getLogger()
-    root.handlers[:] = [_Bridge(logger)]
-    root.setLevel(level)

@@ -23,13 +23,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from infra.bus import Bus, ensure_topology
+from infra.bus.connection import Bus
+from infra.bus.topology import ensure_topology
 from infra.config import RoleConfig
 from infra.failure import EXIT_FAILED, EXIT_INTERRUPTED, first_mesh_error, report
 from infra.health import Health, health_app
 from infra.http_server import bind, http_server
-from infra.lifeline import SUPERVISOR_PID, follow_supervisor
-from infra.log import Logger, capture_libraries, make_logger
+from infra.lifeline import NONCE, SUPERVISOR_PID, follow_supervisor
+from infra.log import Logger, set_up_process
 from infra.metrics import Metrics
 from infra.task_scope import task_scope
 from infra.times import Times
@@ -40,7 +41,6 @@ from schemas.errors import BusUnavailable, MeshError
 
 Kind = Literal["control", "worker", "bridge"]
 
-NONCE = "MESH_PROCESS_NONCE"
 _FAILED_EXIT_S = 5.0
 _HARD_EXIT_S = 1.0  # between asking a drain to stop and the kernel's alarm
 
@@ -148,6 +148,15 @@ async def _beat_for_ever(ctx: RoleContext) -> None:
                 await ctx.health.changed.wait()
 
 
+async def _watch(ctx: RoleContext) -> None:
+    """Count reconnects; end the process when the connection is closed for good."""
+    closed = asyncio.Event()
+    ctx.bus.on_closed.append(closed.set)
+    ctx.bus.on_reconnected.append(ctx.metrics.bus_reconnects.inc)
+    await closed.wait()
+    raise BusUnavailable(f"the connection to {ctx.bus.where} was closed for good")
+
+
 async def _send(ctx: RoleContext, beat: Beat) -> None:
     with contextlib.suppress(BusUnavailable):  # the next beat tries again
         await ctx.bus.publish(subjects.beat(ctx.process), encode(beat))
@@ -164,7 +173,7 @@ async def _run_body(ctx: RoleContext, body: Body, grace_s: float) -> None:
 async def _serve(process: str, kind: Kind, config: RoleConfig, body: Body, log: Logger) -> None:
     times = Times().scaled(config.bus.time_scale)
     bound = bind(config.health_host, config.health_port, key=f"{kind}.health_port")
-    bus = await Bus.connect(config.bus.url(kind), role=kind, times=times, log=log)
+    bus = await Bus.connect(config.bus.url(kind), role=kind, name=process, times=times)
     try:
         await ensure_topology(bus)
         async with task_scope() as tasks:
@@ -182,6 +191,7 @@ async def _serve(process: str, kind: Kind, config: RoleConfig, body: Body, log: 
             ctx.health.set(kind, False, "starting")
             async with http_server(health_app(process, ctx.health, ctx.metrics), bound):
                 tasks.create_task(_beat_for_ever(ctx), name="beats")
+                tasks.create_task(_watch(ctx), name="bus watch")
                 try:
                     await _run_body(ctx, body, config.grace_s)
                 finally:
@@ -201,13 +211,12 @@ def run_process(kind: Kind, config: RoleConfig, body: Body) -> int:
     faulthandler.enable()
     process = new_process_id(kind, config.name)
     is_child = SUPERVISOR_PID in os.environ
-    log = make_logger(
+    log = set_up_process(
         process,
         level=config.bus.log_level,
         format=config.bus.log_format,
         echo=sys.stderr if is_child else None,
     )
-    capture_libraries(log)
     try:
         follow_supervisor()
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:

@@ -1,0 +1,22 @@
+"""How long to wait before a child that died is started again. Pure."""
+
+from __future__ import annotations
+
+FIRST_S = 0.1
+LONGEST_S = 10.0
+HEALTHY_AFTER_S = 30.0
+
+
+class Backoff:
+    """Doubles from 0.1 s to 10 s; a child that lived for 30 s starts the count anew."""
+
+    def __init__(self) -> None:
+        self._next_s = FIRST_S
+
+    def after(self, lived_s: float) -> float:
+        """Seconds to wait, now that the child died after ``lived_s``."""
+        if lived_s >= HEALTHY_AFTER_S:
+            self._next_s = FIRST_S
+        wait_s = self._next_s
+        self._next_s = min(2 * self._next_s, LONGEST_S)
+        return wait_s
