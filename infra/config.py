@@ -83,7 +83,7 @@ class BusConfig:
         if self.nats_url:
             return self.nats_url
         found = read_bus_env(self.data / BUS_ENV)
-        url = found.get(f"NATS_URL_{role.upper()}") or found.get("NATS_URL")
+        url = found.get(f"MESH_NATS_URL_{role.upper()}") or found.get("NATS_URL")
         if not url:
             raise ConfigError(
                 f"no broker: no mesh runs in {self.data} (no {BUS_ENV} there); "

@@ -13,6 +13,8 @@ from schemas.errors import MeshError
 SUPERVISOR_PID = "MESH_SUPERVISOR_PID"
 NONCE = "MESH_PROCESS_NONCE"  # chosen by the supervisor, so that it knows its child's process id
 _PR_SET_PDEATHSIG = 1
+# Loaded here, not in a child between fork and exec.
+_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 def end_with_parent(number: signal.Signals) -> None:
@@ -20,10 +22,8 @@ def end_with_parent(number: signal.Signals) -> None:
 
     Does nothing where the kernel is not Linux.
     """
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0):
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if _libc is not None and _libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
 
 def follow_supervisor(env: Mapping[str, str] = os.environ) -> None:

@@ -24,7 +24,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from infra.bus.connection import Bus
-from infra.bus.topology import ensure_topology
+from infra.bus.errors import BrokerRefused
+from infra.bus.topology import MODELS, ensure_topology
 from infra.config import RoleConfig
 from infra.failure import EXIT_FAILED, EXIT_INTERRUPTED, first_mesh_error, report
 from infra.health import Health, health_app
@@ -166,8 +167,28 @@ async def _run_body(ctx: RoleContext, body: Body, grace_s: float) -> None:
     task = asyncio.current_task()
     assert task is not None, "runs in a task"
     with _Signals(ctx, grace_s, task):
+        await _find_topology(ctx)
         async with task_scope() as ctx.tasks:
             await body(ctx)
+
+
+async def _find_topology(ctx: RoleContext) -> None:
+    """Control makes the streams; no other role may, so the others wait until they are there."""
+    if ctx.kind == "control":
+        await ensure_topology(ctx.bus)
+        return
+    while not ctx.draining.is_set():
+        try:
+            await ctx.bus.api(f"STREAM.INFO.{MODELS}")
+        except (BrokerRefused, BusUnavailable):
+            ctx.health.set("streams", False, "not made yet; a control process makes them")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ctx.times.beat_s):
+                    await ctx.draining.wait()
+        else:
+            ctx.health.set("streams", True)
+            await ctx.bus.sync_clock()
+            return
 
 
 async def _serve(process: str, kind: Kind, config: RoleConfig, body: Body, log: Logger) -> None:
@@ -175,7 +196,6 @@ async def _serve(process: str, kind: Kind, config: RoleConfig, body: Body, log: 
     bound = bind(config.health_host, config.health_port, key=f"{kind}.health_port")
     bus = await Bus.connect(config.bus.url(kind), role=kind, name=process, times=times)
     try:
-        await ensure_topology(bus)
         async with task_scope() as tasks:
             ctx = RoleContext(
                 process=process,
