@@ -1,0 +1,70 @@
+"""What the bus adds to the mesh's errors.
+
+MeshError
+├── BusUnavailable
+│   └── NobodyListens      the subject has no subscriber and no stream (consumer gone, no leader)
+├── WrongLastSequence      a compare-and-set lost
+├── BusForbidden           the broker user may not do this
+├── ObjectMissing          an object named by a message is not (or no longer) in the store
+└── BrokerRefused          any other answer of the JetStream API that is an error
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from schemas.errors import BusUnavailable, MeshError, PayloadTooLarge, QueueFull
+
+_WRONG_LAST_SEQUENCE = (10071, 10164)  # 10164: another one is in flight on a replicated stream
+_FULL = 10077
+_TOO_LARGE = 10054
+_SHORT_OF_RESOURCES = (10023, 10047, 10167)
+
+
+class NobodyListens(BusUnavailable):
+    """Nothing answers on this subject: no subscriber, no consumer, or no leader at the moment."""
+
+
+class WrongLastSequence(MeshError):
+    """The subject's last message isn't the expected one; nothing was stored."""
+
+    code = "wrong_last_sequence"
+
+
+class BusForbidden(MeshError):
+    """The broker's permissions refuse this subject to our user."""
+
+    code = "bus_forbidden"
+    http_status = 403
+
+
+class ObjectMissing(MeshError):
+    """The object is not in the store: never put, or older than the store keeps them."""
+
+    code = "object_missing"
+
+
+class BrokerRefused(MeshError):
+    """The JetStream API answered with an error; ``err_code`` is the broker's own number."""
+
+    code = "broker_refused"
+
+    def __init__(self, message: str, *, err_code: int, status: int) -> None:
+        super().__init__(message)
+        self.err_code = err_code
+        self.status = status
+
+
+def from_answer(error: dict[str, Any], about: str) -> MeshError:
+    """The exception behind the ``error`` object of a JetStream answer about ``about``."""
+    err_code, status = int(error.get("err_code", 0)), int(error.get("code", 0))
+    text = f"{about}: {error.get('description', 'no description')} ({err_code})"
+    if err_code in _WRONG_LAST_SEQUENCE:
+        return WrongLastSequence(text)
+    if err_code == _FULL:
+        return QueueFull(text)
+    if err_code == _TOO_LARGE:
+        return PayloadTooLarge(text)
+    if err_code in _SHORT_OF_RESOURCES:
+        return BusUnavailable(text)
+    return BrokerRefused(text, err_code=err_code, status=status)
