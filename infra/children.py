@@ -13,7 +13,7 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -45,8 +45,8 @@ class Child:
 
     Args:
         say: called with a line for the console.
-        on_death: called with the process id when the child ended without being asked to; returns
-            True when it is to be started again.
+        on_death: awaited with the child and its exit code when it ended without being asked to;
+            True: start it again.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class Child:
         logs: Path,
         *,
         say: Callable[[str], None],
-        on_death: Callable[[Child, int], bool],
+        on_death: Callable[[Child, int], Awaitable[bool]],
     ) -> None:
         self.spec = spec
         self.process_id = ""
         self.last_words = ""  # the last line on stderr
-        self._log = logs / f"{spec.name}.log"
+        self.log = logs / f"{spec.name}.log"
         self._say = say
         self._on_death = on_death
         self._backoff = Backoff()
@@ -78,7 +78,7 @@ class Child:
         while not self._stopping.is_set():
             started_s = time.monotonic()
             code = await self._run_once()
-            if self._stopping.is_set() or not self._on_death(self, code):
+            if self._stopping.is_set() or not await self._on_death(self, code):
                 return
             wait_s = self._backoff.after(time.monotonic() - started_s)
             self._say(f"{self.spec.name} {describe_exit(code)}; starting again in {wait_s:.1f} s")
@@ -122,7 +122,7 @@ class Child:
                 stderr=asyncio.subprocess.PIPE,
                 limit=_LINE_BYTES,
                 start_new_session=True,
-                preexec_fn=_die_with_us(os.getpid()),
+                preexec_fn=die_with(os.getpid(), signal.SIGTERM),
             )
         if self._stopping.is_set():  # asked to while the child was being made
             self.stop()
@@ -149,13 +149,13 @@ class Child:
 
     def _open_log(self) -> BinaryIO:
         try:
-            self._log.parent.mkdir(parents=True, exist_ok=True)
-            if self._log.exists() and self._log.stat().st_size > _LOG_BYTES:
-                self._log.replace(self._log.with_suffix(".log.1"))
-            return self._log.open("ab")
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            if self.log.exists() and self.log.stat().st_size > _LOG_BYTES:
+                self.log.replace(self.log.with_suffix(".log.1"))
+            return self.log.open("ab")
         except OSError as error:
             raise ConfigError(
-                f"can't write {self._log}: {error.strerror}", param="mesh.data"
+                f"can't write {self.log}: {error.strerror}", param="mesh.data"
             ) from error
 
 
@@ -164,9 +164,11 @@ def inherited_environment() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if not key.startswith("MESH_")}
 
 
-def _die_with_us(supervisor: int) -> Callable[[], None]:
+def die_with(supervisor: int, number: signal.Signals) -> Callable[[], None]:
+    """What a child calls between fork and exec to get ``number`` when its parent dies."""
+
     def in_child() -> None:
-        end_with_parent(signal.SIGTERM)
+        end_with_parent(number)
         if os.getppid() != supervisor:  # it died between fork and the line above
             os._exit(1)
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 
+import msgspec
 from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
 
+from infra.config import UpConfig
+from schemas import subjects
+from schemas.control import Beat
+
 
 class UpConsole:
-    """Lines on stdout; a spinner below them when stdout is a terminal.
-
-    Where it is none, each new text of :meth:`progress` is a line of its own.
-    """
+    """Lines on stdout; a spinner below them when stdout is a terminal."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False, soft_wrap=True)
         self._status: Status | None = None
-        self._last = ""
         self._started_s = time.monotonic()
 
     def say(self, line: str) -> None:
@@ -26,14 +28,15 @@ class UpConsole:
         self._console.print(escape(line))
 
     def progress(self, text: str) -> None:
-        """What is being waited for; empty ends the progress line."""
-        if text == self._last:
-            return
-        self._last = text
-        if not self._console.is_terminal:
-            if text:
-                self.say(text)
-        elif not text:
+        """What takes long: the spinner's text, or a line where there is no terminal."""
+        if self._console.is_terminal:
+            self.spin(text)
+        else:
+            self.say(text)
+
+    def spin(self, text: str) -> None:
+        """The spinner's text; empty takes it away. Nothing where there is no terminal."""
+        if not text or not self._console.is_terminal:
             self.close()
         elif self._status is None:
             self._status = self._console.status(escape(text))
@@ -42,13 +45,36 @@ class UpConsole:
             self._status.update(escape(text))
 
     def close(self) -> None:
-        """Take the progress line away."""
-        self._last = ""
+        """Take the spinner away."""
         if self._status is not None:
             self._status.stop()
             self._status = None
 
-    @property
-    def age_s(self) -> float:
-        """Seconds since this console was made."""
-        return time.monotonic() - self._started_s
+    def ready(self, name: str, beat: Beat, *, again: bool) -> None:
+        """A process is ready, for the first time or ``again``."""
+        facts = [f"pid {beat.pid}"]
+        if beat.served:
+            model = subjects.split_served(beat.served)[0]
+            facts += [model, beat.engine, f"{beat.load.num_blocks} KV blocks"]
+        self.say(f"{name:<16} ready{' again' if again else ''}  {', '.join(facts)}")
+
+    def greet(self, config: UpConfig) -> None:
+        """Everything is ready: where it is and how to use it."""
+        base = f"http://{_reachable(config.bridge.host)}:{config.bridge.port}"
+        model = config.models[0].name
+        body = msgspec.json.encode(
+            {"model": model, "messages": [{"role": "user", "content": "Hello!"}]}
+        ).decode()
+        data = config.bus.data
+        self.say(
+            f"\nready after {time.monotonic() - self._started_s:.1f} s: {base}/v1\n\n"
+            f"  curl {base}/v1/chat/completions -H 'Content-Type: application/json' "
+            f"-d {shlex.quote(body)}\n"
+            f"  mesh generate Hello! --model {shlex.quote(model)} --data {shlex.quote(str(data))}"
+            f"\n\nCtrl-C stops. Logs: {data / 'logs'}"
+        )
+
+
+def _reachable(host: str) -> str:
+    """Where a client on this machine reaches a listener on ``host``."""
+    return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)

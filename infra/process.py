@@ -25,7 +25,8 @@ from typing import Literal
 
 from infra.bus.connection import Bus
 from infra.bus.errors import BrokerRefused
-from infra.bus.topology import MODELS, ensure_topology
+from infra.bus.names import MODELS
+from infra.bus.topology import ensure_topology
 from infra.config import RoleConfig
 from infra.failure import EXIT_FAILED, EXIT_INTERRUPTED, first_mesh_error, report
 from infra.health import Health, health_app

@@ -1,0 +1,37 @@
+"""``mesh up``: a whole mesh on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+
+import typer
+
+from infra.config import BridgeConfig, UpConfig, WorkerConfig
+from infra.failure import EXIT_INTERRUPTED, first_mesh_error, report
+from infra.options import takes
+from schemas.errors import MeshError
+
+ALSO = {
+    BridgeConfig: ("host", "port"),
+    WorkerConfig: ("engine", "dtype", "kv_memory", "threads", "speed"),
+}
+
+
+@takes(UpConfig, also=ALSO)
+def up(config: UpConfig) -> None:
+    """Start a mesh: broker, control, workers, bridge; Ctrl-C stops it.
+
+    Without options: one prefill and one decode worker with the model smollm2-135m. Settings of
+    the roles that have no option here come from --config or MESH_* variables.
+    """
+    from infra.supervisor import run_up
+
+    try:
+        run_up(config)
+    except asyncio.CancelledError as error:
+        raise typer.Exit(EXIT_INTERRUPTED) from error
+    except (MeshError, BaseExceptionGroup) as error:
+        ours = first_mesh_error(error)
+        if ours is None:
+            raise
+        raise typer.Exit(report("mesh up", ours)) from error
