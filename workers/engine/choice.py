@@ -1,0 +1,74 @@
+"""One answer to a request: its sequence, its visible text, and whether it has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from schemas.requests import SamplingParams
+from workers.engine.api import EngineInfo
+from workers.engine.output import OutputProcessor
+from workers.engine.sequence import Sequence
+
+
+class Choice:
+    """Takes tokens one by one, sampled now or by an earlier owner, and decides when it ends.
+
+    Attributes:
+        finish_reason: "stop" or "length" once it ended, else None.
+        has_sampled: whether a token was sampled here, not only taken over.
+    """
+
+    def __init__(
+        self,
+        sequence: Sequence,
+        output: OutputProcessor,
+        sampling: SamplingParams,
+        info: EngineInfo,
+    ) -> None:
+        self.sequence = sequence
+        self.finish_reason: str | None = None
+        self.has_sampled = False
+        self._output = output
+        self._min_tokens = sampling.min_tokens
+        eos = frozenset() if sampling.ignore_eos else info.eos_token_ids
+        self._end_ids = eos.union(sampling.stop_token_ids)
+        self.max_length = max_length(sequence.num_prompt_tokens, sampling, info)
+        if self.max_length == sequence.num_prompt_tokens:
+            self.finish_reason = "length"
+
+    def accept(self, token_id: int) -> str:
+        """The next token of the answer; returns the text that may be shown with it.
+
+        An eos or stop token belongs to the answer's tokens but not to its text. With the last
+        token comes all text that was held back.
+        """
+        assert self.finish_reason is None, "a token after the end"
+        sequence, output = self.sequence, self._output
+        number = sequence.num_tokens
+        sequence.token_ids.append(token_id)
+        if token_id in self._end_ids and number >= self._min_tokens:
+            self.finish_reason = "stop"
+            return output.finish()
+        text, is_stopped = output.push(token_id)
+        if is_stopped:
+            self.finish_reason = "stop"
+        elif len(sequence.token_ids) >= self.max_length:
+            self.finish_reason = "length"
+            text += output.finish()
+        return text
+
+    def replay(self, token_ids: Iterable[int]) -> None:
+        """Tokens that were published before; their text is out already. They may end the answer,
+        when their owner died between the last token and saying so."""
+        for token_id in token_ids:
+            if self.finish_reason is None:
+                self.accept(token_id)
+            else:
+                self.sequence.token_ids.append(token_id)
+
+
+def max_length(num_prompt_tokens: int, sampling: SamplingParams, info: EngineInfo) -> int:
+    """Prompt and answer together have at most this many tokens."""
+    if sampling.max_tokens is None:
+        return info.context_length
+    return min(info.context_length, num_prompt_tokens + sampling.max_tokens)

@@ -1,0 +1,298 @@
+"""The engine: ``step()`` is schedule, run, sample, report.
+
+It knows no model (a runner does), no clock and no bus; one thread uses it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as Seq
+
+import structlog
+
+from infra.transport.shm import SharedPool
+from schemas.control import Load
+from schemas.errors import EngineFailed, NoCapacity
+from workers.engine.active_request import ActiveRequest, check_request
+from workers.engine.api import (
+    EngineRequest,
+    FailedRequest,
+    Runner,
+    Sampled,
+    ScheduledSequence,
+    StepReport,
+    TokenOutput,
+)
+from workers.engine.block_pool import BlockPool
+from workers.engine.output import Vocabulary
+from workers.engine.scheduler import Chunk, EngineConfig, Scheduler
+from workers.engine.sequence import num_blocks_for
+
+__all__ = ["Engine", "EngineConfig"]
+
+_log = structlog.get_logger(__name__)
+
+_Outcome = Sampled | Exception | None  # None: computed, nothing to sample
+
+
+class Engine:
+    """See :class:`workers.engine.api.EngineApi` for what the calls promise.
+
+    Attributes:
+        pool: the memory that the runner writes; other processes read blocks from it.
+        blocks: the books of that memory.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        pool: SharedPool,
+        vocabulary: Vocabulary,
+        config: EngineConfig | None = None,
+    ) -> None:
+        self.info = runner.info
+        self.pool = pool
+        self.config = config or EngineConfig()
+        self.blocks = BlockPool(pool, self.info.block_size)
+        self.scheduler = Scheduler(self.blocks, self.config)
+        self._runner = runner
+        self._vocabulary = vocabulary
+        self._requests: dict[str, ActiveRequest] = {}
+        self._ended: dict[str, ActiveRequest] = {}  # ended when they came; the next step says so
+        self._reservations: dict[str, tuple[int, ...]] = {}
+        self._num_arrived = 0
+        self._is_stalled = False  # nothing fits until something is added or released
+
+    # ---- in and out ----------------------------------------------------------------------
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request. Its reservation, if any, stays untouched when this raises.
+
+        Raises:
+            ContextTooLong: the prompt leaves no room in the context.
+            NoCapacity: it could not be computed to its end even with the whole pool to itself.
+            InvalidRequest: no prompt, or an id outside the vocabulary.
+            ValueError: the key is taken, or the request contradicts itself.
+        """
+        if request.key in self._requests or request.key in self._ended:
+            raise ValueError(f"{request.key} is here already")
+        if request.imported_blocks != self._reservations.get(request.key, ()):
+            raise ValueError(f"{request.key} imports other blocks than it reserved")
+        check_request(request, self.info)
+        active = ActiveRequest(request, self._num_arrived, self.info, self._vocabulary)
+        if active.num_blocks_needed > self.blocks.num_blocks:
+            raise NoCapacity(
+                f"needs {active.num_blocks_needed} blocks, the pool has {self.blocks.num_blocks}"
+            )
+        self._num_arrived += 1
+        self._is_stalled = False
+        imported = self._reservations.pop(request.key, ())
+        if active.is_finished:
+            self.blocks.release(imported)
+            self._ended[request.key] = active
+            return
+        self._requests[request.key] = active
+        self._enqueue(active)
+
+    def _enqueue(self, active: ActiveRequest) -> None:
+        group = active.group
+        sequences = [choice.sequence for choice in active.running_choices]
+        group.num_unstarted = len(sequences)
+        if group.root is not None:
+            group.pending = sequences
+            sequences = [group.root]
+        if not active.request.imported_blocks:
+            self.scheduler.enqueue(sequences[0])
+            return
+        sequence, unused = active.take_import()
+        self.blocks.release(unused)
+        self.scheduler.adopt(sequence)
+
+    def reserve(self, key: str, num_tokens: int) -> tuple[int, ...] | None:
+        """Blocks for ``num_tokens`` tokens, to be filled from outside; None: no room now.
+
+        Raises:
+            NoCapacity: the pool is smaller than that.
+            ValueError: the key is taken.
+        """
+        if key in self._requests or key in self._ended or key in self._reservations:
+            raise ValueError(f"{key} is here already")
+        count = num_blocks_for(num_tokens, self.info.block_size)
+        if count > self.blocks.num_blocks:
+            raise NoCapacity(f"needs {count} blocks, the pool has {self.blocks.num_blocks}")
+        if count > self.blocks.num_available - self.scheduler.num_promised():
+            return None
+        blocks = self.blocks.allocate(count)
+        assert blocks is not None, "room was counted before"
+        self._reservations[key] = tuple(blocks)
+        return tuple(blocks)
+
+    def release(self, key: str) -> None:
+        """Forget ``key`` and give back what it holds; unknown keys are fine."""
+        self._is_stalled = False
+        self.blocks.release(self._reservations.pop(key, ()))
+        self._ended.pop(key, None)
+        active = self._requests.pop(key, None)
+        if active is not None:
+            active.group.pending = []
+            for sequence in active.sequences:
+                self.scheduler.remove(sequence)
+
+    # ---- the step ------------------------------------------------------------------------
+
+    def step(self) -> StepReport:
+        """Schedule, run, sample, report."""
+        report = StepReport()
+        report.finished += [ended.finished() for ended in self._ended.values()]
+        self._ended.clear()
+        chunks = self.scheduler.schedule()
+        self._is_stalled = not chunks
+        chunks = self._copy_blocks(chunks, report)
+        for chunk, outcome in zip(chunks, self._execute(chunks), strict=True):
+            active = self._requests.get(chunk.sequence.group.key)
+            if active is None:
+                continue  # another choice of the same request failed in this step
+            if isinstance(outcome, Exception):
+                self._fail(active, outcome, report)
+                continue
+            report.num_computed_tokens += chunk.count
+            self.scheduler.complete(chunk)
+            if outcome is not None:
+                self._take_token(active, chunk, outcome, report)
+            self._settle(active, report)
+        return report
+
+    def _copy_blocks(self, chunks: list[Chunk], report: StepReport) -> list[Chunk]:
+        """Do the copies with which forks begin; returns the chunks that can run."""
+        for chunk in chunks:
+            active = self._requests.get(chunk.sequence.group.key)
+            if chunk.copy is None or active is None:
+                continue
+            try:
+                self._runner.copy_block(*chunk.copy)
+            except Exception as error:
+                _log.error("block_copy_failed", key=active.key, exc_info=True)
+                self._fail(active, error, report)
+        return [chunk for chunk in chunks if chunk.sequence.group.key in self._requests]
+
+    def _execute(self, chunks: Seq[Chunk]) -> list[_Outcome]:
+        """Run the batch. If that raises, run its sequences one by one to find the guilty ones:
+        computing a position again writes the same KV, so nobody is harmed by the second run."""
+        if not chunks:
+            return []
+        try:
+            return self._run(chunks)
+        except Exception as error:
+            keys = [chunk.sequence.group.key for chunk in chunks]
+            _log.error("batch_failed", keys=keys, exc_info=True)
+            if len(chunks) == 1:
+                return [error]
+        return [outcome for chunk in chunks for outcome in self._execute([chunk])]
+
+    def _run(self, chunks: Seq[Chunk]) -> list[_Outcome]:
+        batch = [_scheduled(chunk) for chunk in chunks]
+        sampled = self._runner.execute(batch)
+        if len(sampled) != sum(scheduled.sample for scheduled in batch):
+            raise EngineFailed(f"the runner gave {len(sampled)} tokens, not one per sample")
+        tokens = iter(sampled)
+        return [next(tokens) if scheduled.sample else None for scheduled in batch]
+
+    def _take_token(
+        self, active: ActiveRequest, chunk: Chunk, sampled: Sampled, report: StepReport
+    ) -> None:
+        sequence = chunk.sequence
+        choice = active.choices[sequence.index]
+        number = sequence.num_tokens
+        text = choice.accept(sampled.token_id)
+        choice.has_sampled = True
+        wants_logprob = active.request.sampling.logprobs is not None
+        report.outputs.append(
+            TokenOutput(
+                key=active.key,
+                index=sequence.index,
+                number=number,
+                token_id=sampled.token_id,
+                text=text,
+                finish_reason=choice.finish_reason,
+                logprob=self._vocabulary.logprob(sampled) if wants_logprob else None,
+            )
+        )
+        if choice.finish_reason is not None:
+            self.scheduler.remove(sequence)
+        elif active.request.hold_after_first:
+            if active.group.root is None:
+                self.scheduler.park(sequence)  # its blocks are what will be held
+            else:
+                self.scheduler.remove(sequence)  # those of the root are
+
+    def _settle(self, active: ActiveRequest, report: StepReport) -> None:
+        """Report the request's end, or that it is held, when this step brought it."""
+        if active.is_finished:
+            report.finished.append(active.finished())
+            self.release(active.key)
+        elif active.can_be_held:
+            report.held.append(active.hold())
+
+    def _fail(self, active: ActiveRequest, error: Exception, report: StepReport) -> None:
+        self.release(active.key)
+        message = f"{type(error).__name__}: {error}"
+        report.failed.append(FailedRequest(key=active.key, message=message))
+
+    # ---- facts ---------------------------------------------------------------------------
+
+    def has_work(self) -> bool:
+        """Whether ``step`` would compute or report something."""
+        scheduler = self.scheduler
+        can_run = bool(scheduler.running or scheduler.waiting) and not self._is_stalled
+        return bool(self._ended) or can_run
+
+    def load(self) -> Load:
+        """How busy it is."""
+        scheduler = self.scheduler
+        unready = sum(len(active.group.pending) for active in self._requests.values())
+        num_running = len(scheduler.running)
+        num_waiting = len(scheduler.waiting) + unready
+        to_compute = [*scheduler.waiting, *(s for s in scheduler.running if not s.is_decoding)]
+        return Load(
+            num_running=num_running,
+            num_waiting=num_waiting,
+            num_free_slots=max(0, self.config.max_num_sequences - num_running - num_waiting),
+            num_blocks=self.blocks.num_blocks,
+            num_free_blocks=self.blocks.num_available,
+            waiting_tokens=sum(sequence.num_uncomputed_tokens for sequence in to_compute),
+        )
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError when a block is not accounted for, or a sequence is in no line or
+        in two."""
+        self.blocks.check_invariants()
+        known = list(self.scheduler.sequences())
+        assert len({id(sequence) for sequence in known}) == len(known), "a sequence is in two lines"
+        held = Counter(block for blocks in self._reservations.values() for block in blocks)
+        for sequence in known:
+            assert sequence.group.key in self._requests, "a sequence without a request"
+            covered = len(sequence.block_table) * self.info.block_size
+            assert sequence.num_computed_tokens <= covered, "computed tokens without a block"
+            held.update(sequence.block_table)
+        for block in range(self.blocks.num_blocks):
+            assert self.blocks.num_references(block) == held[block], f"block {block} leaked"
+        in_line = {id(sequence) for sequence in known}
+        for active in self._requests.values():
+            pending = {id(sequence) for sequence in active.group.pending}
+            assert active.group.is_held or any(
+                id(sequence) in in_line | pending for sequence in active.sequences
+            ), f"nothing of {active.key} is in line"
+
+
+def _scheduled(chunk: Chunk) -> ScheduledSequence:
+    sequence = chunk.sequence
+    return ScheduledSequence(
+        token_ids=sequence.token_ids,
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        block_table=sequence.block_table,
+        start=sequence.num_computed_tokens,
+        count=chunk.count,
+        sample=chunk.samples,
+        sampling=sequence.group.sampling,
+        index=sequence.index,
+    )

@@ -1,0 +1,208 @@
+"""From token ids to the text that a reader may see, piece by piece.
+
+Everything here is a function of the token ids alone: a worker that takes a request over pushes the
+tokens that exist and has the very state of the one before it, so the pieces that follow fit the
+pieces that were published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from schemas.errors import ModelUnsupported
+from schemas.tokens import TokenLogprob, TopLogprob
+from workers.engine.api import Sampled
+
+REPLACEMENT = "\ufffd"  # what a decoder shows for bytes that are no character (yet)
+
+_NUM_CONTEXT_TOKENS = 8
+# A character has four bytes at most, so a long run of tokens that ends in no character is rubbish:
+# it is shown then, which bounds the work per token.
+_MAX_HELD_TOKENS = 64
+
+
+class Vocabulary:
+    """What the ids of one tokenizer look like as text. Shared by all choices of an engine."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._special = frozenset(
+            token_id
+            for token_id, token in tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        )
+        self._texts: dict[int, str] = {}
+        anchor = tokenizer.encode("a", add_special_tokens=False).ids[-1:]
+        self._anchor: list[int] = list(anchor)
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Vocabulary:
+        """The vocabulary of a model folder.
+
+        Raises:
+            ModelUnsupported: there is no usable ``tokenizer.json`` in it.
+        """
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ModelUnsupported(f"{folder.name} has no tokenizer.json")
+        try:
+            return cls(Tokenizer.from_file(str(path)))
+        except Exception as error:  # tokenizers raises nothing more specific
+            raise ModelUnsupported(f"tokenizer.json of {folder.name}: {error}") from error
+
+    @property
+    def size(self) -> int:
+        """Ids are below this."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its exact spelling."""
+        found: int | None = self._tokenizer.token_to_id(token)
+        return found
+
+    def is_silent(self, token_id: int) -> bool:
+        """Whether it never shows as text: special tokens and ids without a token."""
+        return token_id in self._special or self._tokenizer.id_to_token(token_id) is None
+
+    def decode(self, token_ids: Seq[int]) -> str:
+        """The text of all of them; special tokens do not show."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+    def token_text(self, token_id: int) -> str:
+        """One token's own text within a sentence, special tokens by name, for logprobs."""
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self._text_within(token_id)
+        return text
+
+    def logprob(self, sampled: Sampled) -> TokenLogprob:
+        """A sampled token and its alternatives, as a reader gets them."""
+        return TokenLogprob(
+            token_id=sampled.token_id,
+            token=self.token_text(sampled.token_id),
+            logprob=sampled.logprob,
+            top=tuple(
+                TopLogprob(token_id=token_id, token=self.token_text(token_id), logprob=logprob)
+                for token_id, logprob in sampled.top
+            ),
+        )
+
+    def _text_within(self, token_id: int) -> str:
+        # Some decoders strip the first token's blank, so it must not be the first.
+        before = self._tokenizer.decode(self._anchor, skip_special_tokens=False)
+        both: str = self._tokenizer.decode([*self._anchor, token_id], skip_special_tokens=False)
+        return both.removeprefix(before)
+
+
+class Detokenizer:
+    """Text of one growing token sequence, without half characters.
+
+    Tokens are decoded together with a few before them, since what a token looks like may depend on
+    those; the text of the context is then cut off. Some decoders (byte fallback) take back what
+    they showed when invalid bytes follow; here, what was shown stays and the rest is added.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, prompt_ids: Seq[int]) -> None:
+        self._vocabulary = vocabulary
+        tail = prompt_ids[-_NUM_CONTEXT_TOKENS:]
+        self._held: list[int] = []  # pushed, not shown
+        self._context: list[int] = []
+        self._context_text = ""
+        self._move_context([t for t in tail if not vocabulary.is_silent(t)])
+        if self._context_text.endswith(REPLACEMENT):  # a prompt that ends within a character
+            self._move_context([])
+
+    def push(self, token_id: int) -> str:
+        """The text that became certain with this token, often that of the token itself."""
+        if self._vocabulary.is_silent(token_id):
+            return ""
+        self._held.append(token_id)
+        text = self._vocabulary.decode(self._context + self._held)
+        if text.endswith(REPLACEMENT) and len(self._held) < _MAX_HELD_TOKENS:
+            return ""
+        return self._show(text)
+
+    def flush(self) -> str:
+        """What is held back, with U+FFFD for bytes that never became a character."""
+        if not self._held:
+            return ""
+        return self._show(self._vocabulary.decode(self._context + self._held))
+
+    def _show(self, text: str) -> str:
+        if text.startswith(self._context_text):
+            piece = text[len(self._context_text) :]
+        else:
+            piece = self._vocabulary.decode(self._held)
+        self._move_context(self._held)
+        self._held = []
+        return piece
+
+    def _move_context(self, token_ids: list[int]) -> None:
+        self._context = token_ids
+        self._context_text = self._vocabulary.decode(token_ids)
+
+
+class OutputProcessor:
+    """The visible text of one choice: detokenized, and cut at the first stop string.
+
+    Text that could still turn into a stop string is held back. The text of the first
+    ``min_tokens`` tokens is shown as it comes and takes no part in stop strings.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        prompt_ids: Seq[int],
+        stop: Seq[str] = (),
+        min_tokens: int = 0,
+    ) -> None:
+        self._detokenizer = Detokenizer(vocabulary, prompt_ids)
+        self._stop = tuple(text for text in stop if text)
+        self._num_exempt = min_tokens
+        self._pending = ""  # text that is the beginning of a stop string, or empty
+
+    def push(self, token_id: int) -> tuple[str, bool]:
+        """One more token that is no end of the answer.
+
+        Returns:
+            The text that may be shown now, and whether a stop string came up. If so, nothing may
+            be pushed any more, and neither the stop string nor what follows it is ever shown.
+        """
+        piece = self._detokenizer.push(token_id)
+        if self._num_exempt:
+            self._num_exempt -= 1
+            return piece, False
+        return self._search(piece)
+
+    def finish(self) -> str:
+        """The answer ended without a stop string: what was held back."""
+        text, is_stopped = self._search(self._detokenizer.flush())
+        if is_stopped:
+            return text
+        text, self._pending = text + self._pending, ""
+        return text
+
+    def _search(self, piece: str) -> tuple[str, bool]:
+        if not self._stop or not piece:
+            return piece, False
+        text = self._pending + piece
+        found = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
+        if found:
+            _, at = min(found)  # as if it came letter by letter: the first to be complete
+            self._pending = ""
+            return text[:at], True
+        num_held = max(_num_overlapping(text, stop) for stop in self._stop)
+        self._pending = text[len(text) - num_held :]
+        return text[: len(text) - num_held], False
+
+
+def _num_overlapping(text: str, stop: str) -> int:
+    """Length of the longest suffix of ``text`` that is a proper prefix of ``stop``."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

@@ -1,0 +1,318 @@
+"""Who is computed in the next step: pure decisions over sequences and the block pool.
+
+A step takes every decoding sequence first, one token each, then chunks of what is left to compute,
+oldest first, up to a budget of tokens. Sequences join and leave between any two steps.
+
+Nobody starves. Waiting sequences start in the order of arrival, and none overtakes. When the pool
+is out, the youngest owner of blocks gives its up (its tokens stay, their KV is computed again
+later, from the prefix cache where that still has it) and waits in its old place in line; so the
+oldest always gets on, and the pool is large enough for it, since ``Engine.add`` refused it
+otherwise.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+
+from schemas.errors import ConfigError
+from workers.engine.block_pool import BlockPool
+from workers.engine.sequence import Group, Sequence, num_blocks_for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Bounds of one step.
+
+    Raises:
+        ConfigError: a bound under 1, or a token budget too small for one token per sequence.
+    """
+
+    max_batch_tokens: int = 512  # 435 ms of prefill on two cores: what a running answer may wait
+    max_num_sequences: int = 64
+
+    def __post_init__(self) -> None:
+        if self.max_num_sequences < 1:
+            raise ConfigError("max_num_sequences must be at least 1", param="max_num_sequences")
+        if self.max_batch_tokens < self.max_num_sequences:
+            raise ConfigError(
+                "max_batch_tokens must be at least max_num_sequences", param="max_batch_tokens"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One sequence's share of a step: ``count`` positions from its counter on.
+
+    ``copy`` (source slot, target slot) is to be done before the step runs. Copies keep the order of
+    chunks: a source may be free by now, and be the target of a later one.
+    """
+
+    sequence: Sequence
+    count: int
+    copy: tuple[int, int] | None = None
+
+    @property
+    def samples(self) -> bool:
+        """Whether the step reaches the last position, whose logits give the next token."""
+        sequence = self.sequence
+        return self.count == sequence.num_uncomputed_tokens and not sequence.is_root
+
+
+@dataclass(slots=True)
+class _Plan:
+    """A step in the making."""
+
+    budget: int
+    chunks: dict[Sequence, Chunk] = field(default_factory=dict)
+    has_preempted: bool = False
+
+    def add(self, sequence: Sequence, count: int, copy: tuple[int, int] | None = None) -> None:
+        self.chunks[sequence] = Chunk(sequence, count, copy)
+        self.budget -= count
+
+    def drop(self, sequence: Sequence) -> None:
+        chunk = self.chunks.pop(sequence, None)
+        if chunk is not None:
+            self.budget += chunk.count
+
+
+class Scheduler:
+    """Sequences by state, each list from old to young.
+
+    ``waiting``: to be computed; without blocks, except those that came with imported KV.
+    ``running``: in the batch. ``parked``: nothing to compute now, but their blocks are wanted:
+    roots, and held sequences.
+    """
+
+    def __init__(self, pool: BlockPool, config: EngineConfig) -> None:
+        self.pool = pool
+        self.config = config
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.parked: list[Sequence] = []
+        self.num_preemptions = 0
+
+    # ---- in and out ----------------------------------------------------------------------
+
+    def enqueue(self, sequence: Sequence) -> None:
+        """Put it in line, in its place by age."""
+        insort(self.waiting, sequence, key=_age)
+
+    def adopt(self, sequence: Sequence) -> None:
+        """The same for one whose block table and counter tell of KV that was imported."""
+        self._register(sequence, 0)
+        if sequence.is_root and sequence.num_uncomputed_tokens == 0:
+            self.park(sequence)
+        else:
+            self.enqueue(sequence)
+
+    def park(self, sequence: Sequence) -> None:
+        """Take it out of line and batch, with its blocks."""
+        self._forget(sequence)
+        insort(self.parked, sequence, key=_age)
+        if sequence.is_root:
+            pending, sequence.group.pending = sequence.group.pending, []
+            for choice in pending:
+                self.enqueue(choice)
+
+    def remove(self, sequence: Sequence) -> None:
+        """It ended: its blocks go back."""
+        self._forget(sequence)
+        self._drop_blocks(sequence)
+
+    def sequences(self) -> Iterator[Sequence]:
+        """All that are known, in no order."""
+        return chain(self.waiting, self.running, self.parked)
+
+    def num_promised(self) -> int:
+        """Slots that running sequences still need for the tokens they have now."""
+        return sum(max(0, self._num_missing(sequence)) for sequence in self.running)
+
+    def complete(self, chunk: Chunk) -> None:
+        """The chunk was computed."""
+        sequence = chunk.sequence
+        before = sequence.num_computed_tokens
+        sequence.num_computed_tokens = before + chunk.count
+        self._register(sequence, before)
+        if sequence.is_root and sequence.num_uncomputed_tokens == 0:
+            self.park(sequence)
+
+    # ---- the decision --------------------------------------------------------------------
+
+    def schedule(self) -> list[Chunk]:
+        """The next step: what runs already, decodes first, then what starts, in that order.
+
+        Empty: nothing can run until something is added or released.
+        """
+        plan = _Plan(self.config.max_batch_tokens)
+        for sequence in [s for s in self.running if s.is_decoding]:
+            if sequence.block_table:
+                self._extend(sequence, 1, plan)
+        for sequence in [s for s in self.running if not s.is_decoding]:
+            if sequence.block_table and plan.budget:
+                count = min(sequence.num_uncomputed_tokens, plan.budget)
+                self._extend(sequence, count, plan)
+        if not plan.has_preempted:
+            self._admit_in_order(plan)
+        if not plan.chunks and self.waiting:
+            self._admit_by_force(self.waiting[0], plan)
+        return list(plan.chunks.values())
+
+    def _extend(self, sequence: Sequence, count: int, plan: _Plan) -> None:
+        """Get slots for the next ``count`` positions, if need be those of younger sequences."""
+        while not self._grow(sequence, count):
+            victim = self._victim(sequence)
+            self._preempt(victim or sequence, plan)
+            if victim is None:
+                return
+        plan.add(sequence, count)
+
+    def _grow(self, sequence: Sequence, count: int) -> bool:
+        end = sequence.num_computed_tokens + count
+        missing = num_blocks_for(end, self.pool.block_size) - len(sequence.block_table)
+        if missing > 0:
+            blocks = self.pool.allocate(missing)
+            if blocks is None:
+                return False
+            sequence.block_table += blocks
+        return True
+
+    # ---- starting ------------------------------------------------------------------------
+
+    def _admit_in_order(self, plan: _Plan) -> None:
+        while self.waiting and plan.budget and len(self.running) < self.config.max_num_sequences:
+            if not self._admit(self.waiting[0], plan):
+                return
+
+    def _admit_by_force(self, head: Sequence, plan: _Plan) -> None:
+        """Nothing runs, so only parked roots, and KV of those further back in line, can be in the
+        head's way."""
+        assert not self.running, "a running sequence was neither planned nor preempted"
+        while not self._admit(head, plan):
+            victim = self._victim(head)
+            if victim is None:
+                return
+            self._preempt(victim, plan)
+
+    def _admit(self, sequence: Sequence, plan: _Plan) -> bool:
+        """Start it if all its tokens find room beside what runs already."""
+        has_import = bool(sequence.block_table)
+        source = None if has_import else self._take_prefix(sequence)
+        if self._num_missing(sequence) > self.pool.num_available - self.num_promised():
+            if not has_import:
+                self._drop_blocks(sequence)
+            return False
+        copy = None
+        if source is not None:
+            self._grow(sequence, 0)  # the target of the copy
+            copy = (source, sequence.block_table[-1])
+        self._start(sequence)
+        count = min(sequence.num_uncomputed_tokens, plan.budget)
+        has_room = self._grow(sequence, count)
+        assert has_room, "room was counted before"
+        plan.add(sequence, count, copy)
+        return True
+
+    def _start(self, sequence: Sequence) -> None:
+        self.waiting.remove(sequence)
+        insort(self.running, sequence, key=_age)
+        group = sequence.group
+        group.has_started = True
+        if sequence.has_started or sequence.is_root:
+            return
+        sequence.has_started = True
+        group.num_unstarted -= 1
+        if group.num_unstarted == 0 and group.root is not None and not group.keeps_root:
+            self._drop_root(group)
+
+    def _take_prefix(self, sequence: Sequence) -> int | None:
+        """Share the blocks whose KV exists, all but the last token's: that one must be computed.
+
+        Returns:
+            The slot to copy into the next block when a fork begins within a block, else None.
+        """
+        size = self.pool.block_size
+        group = sequence.group
+        last = len(sequence.token_ids) - 1
+        blocks = self.pool.match(sequence.prefix_hashes(last // size, size))
+        num_tokens = len(blocks) * size
+        if not group.has_started:
+            group.num_cached_tokens = min(num_tokens, sequence.num_prompt_tokens)
+        source = None
+        if (root := group.root) is not None and not sequence.is_root:
+            num_forked = min(root.num_computed_tokens, last)
+            if num_forked > num_tokens:
+                num_tokens = num_forked
+                blocks = root.block_table[: num_forked // size]
+                source = root.block_table[num_forked // size] if num_forked % size else None
+        self.pool.acquire(blocks)
+        sequence.block_table = list(blocks)
+        sequence.num_computed_tokens = num_tokens
+        return source
+
+    # ---- giving up blocks ----------------------------------------------------------------
+
+    def _victim(self, requester: Sequence) -> Sequence | None:
+        """Whose blocks the requester may have: a root that is only a short cut, else those of the
+        youngest that is younger than the requester."""
+        for sequence in reversed(self.parked):
+            if _is_short_cut(sequence):
+                return sequence
+        owners = (s for s in self.sequences() if s.block_table and not s.group.is_held)
+        youngest = max(owners, key=_age, default=requester)
+        return youngest if youngest.age > requester.age else None
+
+    def _preempt(self, sequence: Sequence, plan: _Plan) -> None:
+        """Take its blocks; what must be computed again goes back to its place in line."""
+        plan.drop(sequence)
+        plan.has_preempted = True
+        if sequence in self.parked and _is_short_cut(sequence):
+            self._drop_root(sequence.group)
+            return
+        self.num_preemptions += 1
+        self._forget(sequence)
+        self._drop_blocks(sequence)
+        insort(self.waiting, sequence, key=_age)
+
+    def _drop_root(self, group: Group) -> None:
+        root, group.root = group.root, None
+        assert root is not None, "there is no root to drop"
+        self.remove(root)
+
+    def _drop_blocks(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.block_table)
+        sequence.block_table = []
+        sequence.num_computed_tokens = 0
+
+    def _forget(self, sequence: Sequence) -> None:
+        for line in (self.running, self.waiting, self.parked):
+            if sequence in line:
+                line.remove(sequence)
+
+    # ---- small facts ---------------------------------------------------------------------
+
+    def _num_missing(self, sequence: Sequence) -> int:
+        needed = num_blocks_for(len(sequence.token_ids), self.pool.block_size)
+        return needed - len(sequence.block_table)
+
+    def _register(self, sequence: Sequence, num_before: int) -> None:
+        """Make the blocks findable that became full since ``num_before`` tokens."""
+        size = self.pool.block_size
+        first, end = num_before // size, sequence.num_computed_tokens // size
+        if first == end:
+            return
+        hashes = sequence.prefix_hashes(end, size)
+        for number in range(first, end):
+            self.pool.register(sequence.block_table[number], hashes[number])
+
+
+def _is_short_cut(sequence: Sequence) -> bool:
+    """Whether it is a root that nobody asked to hold: choices get on without it, if slower."""
+    return sequence.is_root and not sequence.group.keeps_root
+
+
+def _age(sequence: Sequence) -> tuple[int, int]:
+    return sequence.age

@@ -1,0 +1,97 @@
+"""Sequences: what is computed, how far it is, and where its KV lies.
+
+There are no phases. A sequence has tokens, and a counter of those whose KV is in the pool; prefill,
+decode, recomputing after a preemption and going on after an import are the same thing: computing
+the rest. A token is sampled whenever the last position was computed.
+
+A request of several choices computes its prompt once, as its *root*: a sequence of the prompt
+alone, which never samples. The choices start as forks of it::
+
+    root      [b0][b1][b2 |  ]     prompt; the last block is partly full
+    choice 0  [b0][b1][b7 | x]     b0 and b1 are shared, b7 started as a copy of b2
+    choice 1  [b0][b1][b9 | y]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from pipeline.prefix_hash import block_hash
+from schemas.requests import SamplingParams
+
+ROOT = -1  # the index of a root, which is no choice
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Group:
+    """What the sequences of one request have in common, as far as scheduling goes."""
+
+    key: str
+    arrival: int  # requests are served in this order
+    sampling: SamplingParams
+    salt: bytes
+    keeps_root: bool = False  # the root is what will be held, so it is not merely a short cut
+    is_held: bool = False  # blocks stay until release
+    root: Sequence | None = None
+    pending: list[Sequence] = field(default_factory=list)  # choices that wait for the root
+    num_unstarted: int = 0  # choices that never ran: while there are any, the root is of use
+    has_started: bool = False
+    num_cached_tokens: int = 0  # of the prompt, found in the pool when the request first ran
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Sequence:
+    """One choice (or the root) of a request.
+
+    Slot ``block_table[i]`` has positions ``[i * block_size, (i + 1) * block_size)``. The table
+    covers the computed tokens and may reach further.
+    """
+
+    group: Group
+    index: int
+    token_ids: list[int]  # prompt and tokens so far
+    num_prompt_tokens: int
+    block_table: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    has_started: bool = False
+    _hashes: list[bytes] = field(default_factory=list)
+
+    @property
+    def is_root(self) -> bool:
+        """Whether it only computes the prompt for others."""
+        return self.index == ROOT
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Its place in line: smaller is older."""
+        return (self.group.arrival, self.index)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens whose KV is missing; one in the steady state of decoding."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether one position is left, after others."""
+        return self.num_computed_tokens > 0 and self.num_uncomputed_tokens == 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated tokens, those that came with the request included."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def prefix_hashes(self, num_blocks: int, block_size: int) -> Seq[bytes]:
+        """The chained hashes of its first ``num_blocks`` full blocks, each computed once."""
+        while len(self._hashes) < num_blocks:
+            start = len(self._hashes) * block_size
+            parent = self._hashes[-1] if self._hashes else self.group.salt
+            ids = self.token_ids[start : start + block_size]
+            self._hashes.append(block_hash(parent, ids))
+        return self._hashes[:num_blocks]
+
+
+def num_blocks_for(num_tokens: int, block_size: int) -> int:
+    """How many blocks ``num_tokens`` tokens fill; the last may be partly full."""
+    return -(-num_tokens // block_size)

@@ -1,0 +1,231 @@
+"""A runner without a model: tokens from a hash of what came before, times from a cost model.
+
+Its KV is real in the way that matters. The KV of a token is 8 bytes, the chained hash of all
+tokens up to it, and it is read back from the pool to go on::
+
+    pool[slot(i)] = mix(pool[slot(i - 1)], token_ids[i])
+    next token    = function of pool[slot(last)], and with a temperature of seed, choice, number
+
+So a wrong block table, a lost or half-written block or a handover gone wrong changes the tokens
+that follow, as with a model, and the right tokens can be told without one. Logprobs are made up, in
+the same way each time. Penalties, logit bias, top-k, top-p and min-p have no effect.
+
+Every figure measured with it is a figure of the cost model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+
+from infra.transport.shm import SharedPool
+from pipeline.prefix_hash import salt_of
+from schemas.codec import pack_ids
+from schemas.errors import ModelUnsupported
+from workers.engine.api import EngineInfo, Sampled, ScheduledSequence
+from workers.engine.engine import Engine
+from workers.engine.output import REPLACEMENT, Vocabulary
+from workers.engine.scheduler import EngineConfig
+
+ENTRY_BYTES = 8  # the KV of one token
+START = 0x9E3779B97F4A7C15  # stands before the first token: 2**64 divided by the golden ratio
+
+_MASK = (1 << 64) - 1
+_ONE_IN = 200  # an answer ends by itself after about so many tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostModel:
+    """How long a step takes, in milliseconds, without a clock of its own.
+
+    A step that prefills costs ``A + B * sum(p) + C * sum(p**2)``, p being prompt lengths; a chunk
+    costs its part of that. A step that decodes costs ``A + B * sum(context) + C * batch``. A step
+    that does both costs both.
+
+    The defaults are chosen, not measured here: the fit that DistServe published for OPT-13B on one
+    A100 (github.com/LLMServe/DistServe, simdistserve/estimators). ``mesh profile`` gives others.
+    """
+
+    prefill_base_ms: float = 18.10
+    prefill_token_ms: float = 0.1019
+    prefill_square_ms: float = 7.12e-6
+    decode_base_ms: float = 19.93
+    decode_context_ms: float = 6.27e-4
+    decode_sequence_ms: float = 0.0385
+
+    @classmethod
+    def instant(cls) -> CostModel:
+        """Nothing takes time."""
+        return cls(
+            prefill_base_ms=0,
+            prefill_token_ms=0,
+            prefill_square_ms=0,
+            decode_base_ms=0,
+            decode_context_ms=0,
+            decode_sequence_ms=0,
+        )
+
+    def step_ms(self, batch: Seq[ScheduledSequence]) -> float:
+        """Milliseconds for one step over ``batch``."""
+        decodes = [s for s in batch if s.start > 0 and s.count == 1]
+        total = 0.0
+        if len(decodes) < len(batch):
+            total += self.prefill_base_ms
+            for s in batch:
+                if s.start == 0 or s.count > 1:
+                    end = s.start + s.count
+                    total += self.prefill_token_ms * s.count
+                    total += self.prefill_square_ms * (end * end - s.start * s.start)
+        if decodes:
+            total += self.decode_base_ms + self.decode_sequence_ms * len(decodes)
+            total += self.decode_context_ms * sum(s.start + 1 for s in decodes)
+        return total
+
+
+def mix(state: int, value: int) -> int:
+    """64 bits that depend on all bits of both (the finalizer of SplitMix64)."""
+    x = ((state ^ value) * 0xBF58476D1CE4E5B9 + 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+class SimulatedRunner:
+    """Implements :class:`workers.engine.api.Runner` over a pool of 8-byte entries.
+
+    Args:
+        pool: its block_bytes are ``info.block_size * ENTRY_BYTES``.
+        token_ids: what answers are made of, apart from the end.
+    """
+
+    def __init__(
+        self, pool: SharedPool, info: EngineInfo, token_ids: Seq[int], cost: CostModel
+    ) -> None:
+        self.info = info
+        self._pool = pool
+        self._token_ids = tuple(token_ids)
+        self._eos = min(info.eos_token_ids) if info.eos_token_ids else None
+        self._cost = cost
+        self._entries = pool.slots.reshape(-1).data.cast("Q")
+
+    def execute(self, batch: Seq[ScheduledSequence]) -> list[Sampled]:
+        """Compute the batch; one result per sequence that samples, in batch order."""
+        end_s = time.monotonic() + self._cost.step_ms(batch) / 1e3
+        sampled = []
+        for scheduled in batch:
+            state = self._write_entries(scheduled)
+            if scheduled.sample:
+                sampled.append(self._sample(scheduled, state))
+        if (left_s := end_s - time.monotonic()) > 0:
+            time.sleep(left_s)
+        return sampled
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy one slot's bytes to another."""
+        self._pool.copy_block(source, target)
+
+    def _write_entries(self, scheduled: ScheduledSequence) -> int:
+        """Compute the positions of this step; returns the last entry."""
+        entries, table, size = self._entries, scheduled.block_table, self.info.block_size
+        token_ids = scheduled.token_ids
+        state = START
+        if scheduled.start:
+            block, offset = divmod(scheduled.start - 1, size)
+            state = entries[table[block] * size + offset]
+        for position in range(scheduled.start, scheduled.start + scheduled.count):
+            block, offset = divmod(position, size)
+            state = entries[table[block] * size + offset] = mix(state, token_ids[position])
+        return state
+
+    def _sample(self, scheduled: ScheduledSequence, state: int) -> Sampled:
+        sampling = scheduled.sampling
+        if sampling.temperature > 0:
+            state = mix(mix(state, sampling.seed or 0), scheduled.index)
+            state = mix(state, scheduled.token_number)
+        token_id = self._token_of(mix(state, 1))
+        if sampling.logprobs is None:
+            return Sampled(token_id=token_id)
+        others = {
+            self._token_of(mix(state, rank)): None for rank in range(2, 2 + sampling.logprobs)
+        }
+        others.pop(token_id, None)
+        ranked = [token_id, *others][: sampling.logprobs]
+        top = tuple((other, -0.25 * (rank + 1)) for rank, other in enumerate(ranked))
+        return Sampled(token_id=token_id, logprob=-0.25, top=top)
+
+    def _token_of(self, state: int) -> int:
+        if self._eos is not None and state % _ONE_IN == 0:
+            return self._eos
+        return self._token_ids[state // _ONE_IN % len(self._token_ids)]
+
+
+def readable_token_ids(vocabulary: Vocabulary) -> list[int]:
+    """The ids that show as whole characters, so that made-up answers can be read and printed."""
+    return [
+        token_id
+        for token_id in range(vocabulary.size)
+        if not vocabulary.is_silent(token_id)
+        and (text := vocabulary.token_text(token_id))
+        and REPLACEMENT not in text
+        and text.isprintable()
+    ]
+
+
+def build_simulated(
+    tokenizer_folder: Path,
+    *,
+    num_blocks: int = 4096,
+    block_size: int = 16,
+    context_length: int = 8192,
+    eos_token_ids: frozenset[int] | None = None,
+    cost: CostModel | None = None,
+    config: EngineConfig | None = None,
+) -> Engine:
+    """A simulated engine that answers in the tokens of ``tokenizer_folder``.
+
+    Args:
+        tokenizer_folder: a model folder; only its tokenizer is read.
+        eos_token_ids: None: the tokenizer's own ``eos_token``, if it names one.
+        cost: None: the defaults of :class:`CostModel`.
+
+    Raises:
+        ModelUnsupported: the folder has no usable tokenizer.
+    """
+    vocabulary = Vocabulary.from_folder(tokenizer_folder)
+    token_ids = readable_token_ids(vocabulary)
+    if not token_ids:
+        raise ModelUnsupported(f"the tokenizer of {tokenizer_folder.name} has no readable token")
+    if eos_token_ids is None:
+        eos_token_ids = _eos_token_ids(tokenizer_folder, vocabulary)
+    identity = hashlib.blake2b(pack_ids(token_ids), digest_size=16).hexdigest()
+    layout = f"block_size={block_size} entry_bytes={ENTRY_BYTES}"
+    info = EngineInfo(
+        kind="simulated",
+        context_length=context_length,
+        vocab_size=vocabulary.size,
+        eos_token_ids=eos_token_ids,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        block_bytes=block_size * ENTRY_BYTES,
+        fingerprint=salt_of("simulated-kv/1", layout, identity).hex(),
+    )
+    pool = SharedPool(num_blocks, info.block_bytes)
+    runner = SimulatedRunner(pool, info, token_ids, cost or CostModel())
+    return Engine(runner, pool, vocabulary, config)
+
+
+def _eos_token_ids(folder: Path, vocabulary: Vocabulary) -> frozenset[int]:
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return frozenset()
+    try:
+        token = json.loads(path.read_bytes()).get("eos_token")
+    except (ValueError, AttributeError) as error:
+        raise ModelUnsupported(f"{path.name} of {folder.name}: {error}") from error
+    if isinstance(token, dict):  # older folders write the token with its flags
+        token = token.get("content")
+    token_id = vocabulary.token_id(token) if isinstance(token, str) else None
+    return frozenset() if token_id is None else frozenset({token_id})

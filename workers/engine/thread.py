@@ -1,0 +1,216 @@
+"""The one thread that owns an engine, and how the event loop speaks to it.
+
+::
+
+    event loop                         engine thread
+    call(f), post(f)  -- commands -->  run all commands, then one step, and again
+    on_report(report) <-- reports ---  after each step that brought something
+
+Both directions are bounded. The thread sleeps while there is nothing to do; the event loop never
+waits for it except in an ``await``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import structlog
+
+from schemas.errors import EngineFailed, QueueFull
+from workers.engine.api import EngineApi, StepReport
+
+_log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+
+_MAX_COMMANDS = 4096
+_MAX_REPORTS = 64  # not yet handled by the loop; then the engine waits for its readers
+_CHECK_AFTER_IDLE_S = 1.0  # the books are checked when nobody waits for the engine
+
+
+class EngineThread:
+    """Runs an engine's steps, and functions that want the engine between two steps.
+
+    Args:
+        on_report: called on the event loop with each report that has something in it, in order.
+        on_fatal: called on the event loop, once, when the engine itself broke: an exception out of
+            ``step``, out of a posted function, or books that do not add up. The thread has ended
+            then, and calls raise EngineFailed.
+    """
+
+    def __init__(
+        self,
+        engine: EngineApi,
+        on_report: Callable[[StepReport], None],
+        on_fatal: Callable[[Exception], None],
+        *,
+        check_after_idle_s: float = _CHECK_AFTER_IDLE_S,
+    ) -> None:
+        self._engine = engine
+        self._on_report = on_report
+        self._on_fatal = on_fatal
+        self._check_after_idle_s = check_after_idle_s
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=False)
+        self._condition = threading.Condition()
+        self._commands: deque[tuple[Callable[[EngineApi], Any], Future[Any] | None]] = deque()
+        self._num_reports = 0  # handed to the loop, not handled yet
+        self._is_stopping = False
+        self._has_ended = False
+        self._busy_since_s: float | None = None
+        self.last_progress_s = time.monotonic()
+
+    # ---- for the event loop --------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread; to be called on the event loop that gets the reports."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self, timeout_s: float = 10.0) -> None:
+        """Let the current step end, then end the thread. Calls that wait raise EngineFailed.
+
+        Raises:
+            TimeoutError: the step did not end in time; the thread ends after it.
+        """
+        with self._condition:
+            self._is_stopping = True
+            self._condition.notify_all()
+        if self._thread.ident is None:
+            return
+        await asyncio.to_thread(self._thread.join, timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the engine's step did not end within {timeout_s} s")
+
+    async def call(self, function: Callable[[EngineApi], T]) -> T:
+        """``function(engine)`` between two steps, and what it returned or raised.
+
+        Give it a time-out. Cancelled before it began, it never runs; cancelled later, its result
+        is lost: what it took from the engine is to be released by a ``post``.
+
+        Raises:
+            QueueFull: too many wait already.
+            EngineFailed: the engine broke or was stopped.
+        """
+        future: Future[T] = Future()
+        self._enqueue(function, future)
+        return await asyncio.wrap_future(future)
+
+    def post(self, function: Callable[[EngineApi], object]) -> None:
+        """The same without an answer. An exception in it is fatal to the engine.
+
+        Raises:
+            QueueFull: too many wait already.
+            EngineFailed: the engine broke or was stopped.
+        """
+        self._enqueue(function, None)
+
+    def is_stuck(self, after_s: float) -> bool:
+        """Whether it has been busy for ``after_s`` seconds without finishing anything."""
+        busy_since_s = self._busy_since_s
+        return busy_since_s is not None and time.monotonic() - busy_since_s > after_s
+
+    def _enqueue(self, function: Callable[[EngineApi], Any], future: Future[Any] | None) -> None:
+        with self._condition:
+            if self._has_ended or self._is_stopping:
+                raise EngineFailed("the engine has stopped")
+            if len(self._commands) >= _MAX_COMMANDS:
+                raise QueueFull("too many calls wait for the engine")
+            self._commands.append((function, future))
+            self._condition.notify_all()
+
+    # ---- the thread ----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_work():
+                self._busy_since_s = time.monotonic()
+                self._run_commands()
+                if self._engine.has_work():
+                    self._busy_since_s = time.monotonic()
+                    self._hand_over(self._engine.step())
+                self.last_progress_s = time.monotonic()
+                self._busy_since_s = None
+        except Exception as error:
+            _log.error("engine_broke", exc_info=True)
+            self._end()
+            self._tell_loop(self._on_fatal, error)
+        finally:
+            self._busy_since_s = None
+            self._end()
+
+    def _wait_for_work(self) -> bool:
+        """Sleep until there is something to do; False: stop."""
+        is_checked = False
+        while True:
+            with self._condition:
+                if self._is_stopping:
+                    return False
+                if self._num_reports < _MAX_REPORTS and self._engine.has_work():
+                    return True
+                if self._commands:
+                    return True
+                timeout_s = None if is_checked else self._check_after_idle_s
+                if self._condition.wait(timeout_s):
+                    continue
+            self._engine.check_invariants()
+            is_checked = True
+
+    def _run_commands(self) -> None:
+        """Those that are here now; what comes meanwhile waits for the next step."""
+        for _ in range(len(self._commands)):
+            with self._condition:
+                function, future = self._commands.popleft()
+            if future is None:
+                function(self._engine)
+            elif future.set_running_or_notify_cancel():
+                _resolve(future, function, self._engine)
+
+    def _hand_over(self, report: StepReport) -> None:
+        if not (report.outputs or report.held or report.finished or report.failed):
+            return
+        with self._condition:
+            self._num_reports += 1
+        self._tell_loop(self._handle_report, report)
+
+    def _handle_report(self, report: StepReport) -> None:
+        """On the event loop."""
+        try:
+            self._on_report(report)
+        finally:
+            with self._condition:
+                self._num_reports -= 1
+                self._condition.notify_all()
+
+    def _tell_loop(self, function: Callable[[T], None], argument: T) -> None:
+        assert self._loop is not None, "start comes first"
+        try:
+            self._loop.call_soon_threadsafe(function, argument)
+        except RuntimeError:  # the loop is closed: nobody is left to tell, and nothing to do
+            _log.warning("event_loop_closed")
+            with self._condition:
+                self._is_stopping = True
+
+    def _end(self) -> None:
+        with self._condition:
+            self._has_ended = True
+            commands = list(self._commands)
+            self._commands.clear()
+        for _, future in commands:
+            if future is not None and future.set_running_or_notify_cancel():
+                future.set_exception(EngineFailed("the engine has stopped"))
+
+
+def _resolve(future: Future[Any], function: Callable[[EngineApi], Any], engine: EngineApi) -> None:
+    try:
+        result = function(engine)
+    except Exception as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
