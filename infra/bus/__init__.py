@@ -1,8 +1,11 @@
 """The bus: NATS with JetStream.
 
-connection  one process's connection, endless         server       the embedded broker
-client      what nats-py lacks for that                permissions  who may say and hear what
-topology    streams, buckets, consumers                errors       what the bus adds to the tree
+connection    one process's connection, endless      topology     streams, buckets, consumers
+client        what nats-py lacks for that            server       the embedded broker
+pull          taking work                            permissions  who may say and hear what
+token_writer  writing tokens, none lost               reaper       a dead worker's queue
+stream_reader following tokens in stream order       objects      payloads too large to send
+replay        reading what a stream holds            errors       what the bus adds to the tree
 """
 
 from infra.bus.connection import Bus, BusSubscription, Msg
@@ -15,7 +18,13 @@ from infra.bus.errors import (
 )
 from infra.bus.message import Stored, StoredMessage
 from infra.bus.names import DEAD, MODELS, MODELS_BUCKET, OBJECTS, OBJECTS_BUCKET, TOKENS, WORK
+from infra.bus.objects import ObjectBox, load_payload, publish_work
+from infra.bus.pull import WorkMessage, WorkPull
+from infra.bus.reaper import Placement, next_attempt, reap, waiting_work
+from infra.bus.replay import end_of_stream, replay
 from infra.bus.server import EmbeddedBroker
+from infra.bus.stream_reader import StreamReader
+from infra.bus.token_writer import TokenWriter
 from infra.bus.topology import (
     Limits,
     admission_consumer,
@@ -41,13 +50,26 @@ __all__ = [
     "Limits",
     "Msg",
     "NobodyListens",
+    "ObjectBox",
     "ObjectMissing",
+    "Placement",
     "Stored",
     "StoredMessage",
+    "StreamReader",
+    "TokenWriter",
+    "WorkMessage",
+    "WorkPull",
     "WrongLastSequence",
     "admission_consumer",
     "any_consumer",
+    "end_of_stream",
     "ensure_topology",
     "kv_ready_consumer",
+    "load_payload",
+    "next_attempt",
+    "publish_work",
+    "reap",
+    "replay",
+    "waiting_work",
     "worker_consumer",
 ]

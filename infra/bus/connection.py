@@ -182,6 +182,12 @@ class Bus:
         """Whether one message can carry this."""
         return len(data) + header_bytes(headers) <= self.max_payload
 
+    def check_fits(self, data: bytes, headers: Mapping[str, str] | None = None) -> None:
+        """PayloadTooLarge unless :meth:`fits`."""
+        size = len(data) + header_bytes(headers)
+        if size > self.max_payload:
+            raise PayloadTooLarge(f"{size} bytes, and the bus takes {self.max_payload}")
+
     def now_unix_ms(self) -> int:
         """The broker's time: deadlines are in it."""
         return int(time.monotonic() * 1000 + self._clock_ms)
@@ -237,9 +243,7 @@ class Bus:
             raise BusUnavailable(f"the bus at {self.where} is away")
         if client.pending_data_size > MAX_UNSENT_BYTES:
             raise BusUnavailable(f"the bus at {self.where} does not keep up")
-        size = len(data) + header_bytes(headers)
-        if size > client.max_payload:
-            raise PayloadTooLarge(f"{size} bytes, and the bus takes {client.max_payload}")
+        self.check_fits(data, headers)
         try:
             await client.publish(subject, data, reply, dict(headers) if headers else None)
         except (nats.errors.BadSubjectError, nats.errors.BadHeaderError) as error:
@@ -332,10 +336,16 @@ class Bus:
         return await self._until_stored(subject, data, wire, timeout_s)
 
     async def _until_stored(
-        self, subject: str, data: bytes, wire: dict[str, str], timeout_s: float
+        self,
+        subject: str,
+        data: bytes,
+        wire: dict[str, str],
+        timeout_s: float,
+        *,
+        is_repeat: bool = False,
     ) -> Stored:
         loop = asyncio.get_running_loop()
-        ends, is_repeat = loop.time() + timeout_s, False
+        ends = loop.time() + timeout_s
         while True:
             left_s = max(ends - loop.time(), _RETRY_S)
             attempt_s = min(self._times.call_timeout_s, left_s)
