@@ -1,0 +1,15 @@
+"""Benches: each measures one part of the mesh on this machine, and prints people's text or JSON.
+
+    hop     how long a message takes from stage to stage, without load
+
+``BENCHES`` maps the name of a bench to its module, which is imported when the bench is asked for.
+The module has a function ``command``, whose parameters are the bench's flags (as typer reads
+them); it measures, then shows a ``loadgen.bench.result.BenchResult``. A bench that needs a mesh
+and was given none starts its own with ``loadgen.bench.own_mesh``.
+"""
+
+from __future__ import annotations
+
+BENCHES: dict[str, str] = {"hop": "loadgen.bench.hop"}
+
+__all__ = ["BENCHES"]

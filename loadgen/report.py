@@ -1,0 +1,193 @@
+"""The report of a load run: as JSON, and as a table for people."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from loadgen.machine import MachineNote
+from loadgen.measure import Distribution, Summary, summarize
+from loadgen.recorder import Recorder
+from loadgen.settings import LoadSettings
+
+LATE_S = 0.010  # a send or a tick that comes later than this was delayed by the generator
+MAX_LATE_SHARE = 0.01
+MAX_CPU_SHARE = 0.85  # of one core: the generator is one thread
+
+MEASURING_POINT = "client: request handed over -> token event read"
+
+
+class GeneratorNote(msgspec.Struct, frozen=True, kw_only=True):
+    """What the generator itself cost, and whether it was too slow for its task."""
+
+    cpu_s: float
+    cpu_share: float  # of one core
+    cpu_us_per_token: float | None
+    lag_ms: Distribution  # open loop: sent - due
+    num_late: int  # sends more than LATE_S after they were due
+    loop_lag_ms: Distribution  # how late its own clock ticks came
+    bottleneck: str  # "" or the reason why these figures are the generator's, not the server's
+
+
+class LoadReport(
+    msgspec.Struct, frozen=True, kw_only=True, tag="load-report/1", tag_field="schema"
+):
+    """Everything about one run. Times are milliseconds, rates are per second."""
+
+    settings: dict[str, Any]
+    started_unix_ms: int
+    is_interrupted: bool
+    measuring_point: str
+    slo_ms: dict[str, float]
+    summary: Summary
+    generator: GeneratorNote
+    machine: MachineNote
+
+
+def make_report(
+    settings: LoadSettings, recorder: Recorder, machine: MachineNote, *, is_interrupted: bool
+) -> LoadReport:
+    """The report of what ``recorder`` holds."""
+    summary = summarize(
+        recorder.results,
+        wall_s=recorder.wall_s,
+        num_skipped=recorder.num_skipped,
+        slo_ms=settings.slo_ms,
+    )
+    return LoadReport(
+        settings=_public_settings(settings),
+        started_unix_ms=recorder.started_unix_ms,
+        is_interrupted=is_interrupted,
+        measuring_point=MEASURING_POINT,
+        slo_ms=settings.slo_ms,
+        summary=summary,
+        generator=_judge_generator(recorder),
+        machine=machine,
+    )
+
+
+def write_json(report: LoadReport, path: Path) -> None:
+    """Write ``report`` to ``path``, indented."""
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+
+
+def read_json(path: Path) -> LoadReport:
+    """The report in ``path``.
+
+    Raises:
+        msgspec.DecodeError: no report of this version.
+    """
+    return msgspec.json.decode(path.read_bytes(), type=LoadReport)
+
+
+def render(report: LoadReport) -> RenderableType:
+    """The report as a table and a few lines."""
+    summary = report.summary
+    parts: list[RenderableType] = [_latency_table(report), Text(_rates(report))]
+    if summary.errors:
+        parts.append(_error_table(summary))
+    parts += [Text(f"warning: {line}", style="yellow") for line in _warnings(report)]
+    parts.append(Text(f"measured at the {report.measuring_point}; {report.machine.text}", "dim"))
+    return Group(*parts)
+
+
+def print_report(report: LoadReport, console: Console) -> None:
+    """Show ``report`` on ``console``."""
+    console.print(render(report))
+
+
+def _public_settings(settings: LoadSettings) -> dict[str, Any]:
+    values: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(settings))
+    del values["api_key"]
+    return values | {"target": settings.public_target}
+
+
+def _judge_generator(recorder: Recorder) -> GeneratorNote:
+    lags_s = [lag_s for result in recorder.results if (lag_s := result.lag_s) is not None]
+    num_late = sum(lag_s > LATE_S for lag_s in lags_s)
+    num_tokens = recorder.num_output_tokens
+    cpu_share = recorder.cpu_s / recorder.wall_s if recorder.wall_s > 0 else 0.0
+    return GeneratorNote(
+        cpu_s=recorder.cpu_s,
+        cpu_share=cpu_share,
+        cpu_us_per_token=recorder.cpu_s / num_tokens * 1e6 if num_tokens else None,
+        lag_ms=Distribution.of_seconds(lags_s),
+        num_late=num_late,
+        loop_lag_ms=Distribution.of_seconds(np.frombuffer(recorder.loop_lag_s)),
+        bottleneck=_bottleneck(num_late, len(lags_s), cpu_share),
+    )
+
+
+def _bottleneck(num_late: int, num_scheduled: int, cpu_share: float) -> str:
+    if num_scheduled and num_late > MAX_LATE_SHARE * num_scheduled:
+        return f"{num_late} of {num_scheduled} requests were sent over {LATE_S * 1e3:g} ms late"
+    if cpu_share > MAX_CPU_SHARE:
+        return f"its one thread was busy {cpu_share:.0%} of the time"
+    return ""
+
+
+def _latency_table(report: LoadReport) -> Table:
+    summary = report.summary
+    rows = (
+        ("TTFT", summary.ttft_ms),
+        ("ITL", summary.itl_ms),
+        ("TPOT", summary.tpot_ms),
+        ("E2E", summary.e2e_ms),
+    )
+    title = f"{report.settings['model']} at {report.settings['target']}"
+    table = Table(title=title, title_justify="left")
+    table.add_column("ms")
+    for name in ("mean", "p50", "p90", "p99", "max"):
+        table.add_column(name, justify="right")
+    for label, spread in rows:
+        values = (spread.mean, spread.p50, spread.p90, spread.p99, spread.max)
+        table.add_row(label, *("-" if value is None else f"{value:.2f}" for value in values))
+    return table
+
+
+def _rates(report: LoadReport) -> str:
+    summary = report.summary
+    lines = [
+        f"{summary.requests_per_s:.2f} requests/s   "
+        f"{summary.output_tokens_per_s:.1f} output tokens/s   in {summary.wall_s:.1f} s",
+        f"{summary.num_completed} completed, {summary.num_failed} failed, "
+        f"{summary.num_unfinished} unfinished, {summary.num_skipped} skipped",
+    ]
+    if summary.goodput_per_s is not None:
+        slo = ", ".join(f"{key} <= {limit:g} ms" for key, limit in report.slo_ms.items())
+        lines.append(f"{summary.goodput_per_s:.2f} requests/s within the SLO ({slo})")
+    lag = report.generator.lag_ms
+    if lag.p99 is not None and lag.max is not None:
+        lines.append(f"scheduling lag p99 {lag.p99:.2f} ms, most {lag.max:.2f} ms")
+    return "\n".join(lines)
+
+
+def _error_table(summary: Summary) -> Table:
+    table = Table("error", "count", "first message")
+    for kind, count in summary.errors.items():
+        table.add_row(Text(kind), str(count.num), Text(count.example[:200]))
+    return table
+
+
+def _warnings(report: LoadReport) -> list[str]:
+    summary, lines = report.summary, []
+    if report.is_interrupted:
+        lines.append("the run was interrupted; this is what was measured until then")
+    if report.generator.bottleneck:
+        lines.append(f"the generator was the bottleneck: {report.generator.bottleneck}")
+    if summary.num_skipped:
+        limit = report.settings["max_in_flight"]
+        lines.append(f"{summary.num_skipped} requests were due while {limit} were in flight")
+    if summary.num_unfinished and not report.is_interrupted:
+        lines.append("unfinished requests are in no latency: the true ones are worse")
+    if summary.num_short:
+        lines.append(f"{summary.num_short} answers were shorter than asked for")
+    if summary.num_without_usage:
+        lines.append(f"{summary.num_without_usage} answers came without usage: events counted")
+    return lines

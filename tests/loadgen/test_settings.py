@@ -1,0 +1,73 @@
+from typing import Any
+
+import pytest
+
+from loadgen.settings import LoadSettings, parse_slo, parse_vocab, public_url, user_of
+from schemas.errors import ConfigError
+
+GOOD: dict[str, Any] = {"target": "http://127.0.0.1:8000", "model": "m", "rate": 5.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"rate": None}, "rate"),
+        ({"concurrency": 2}, "rate"),
+        ({"rate": 0.0}, "rate"),
+        ({"rate": float("nan")}, "rate"),
+        ({"rate": None, "concurrency": 0}, "concurrency"),
+        ({"rate": None, "concurrency": 8193}, "concurrency"),
+        ({"target": "127.0.0.1:8000"}, "target"),
+        ({"target": "ftp://host"}, "target"),
+        ({"target": "http://"}, "target"),
+        ({"target": "http://host:99999"}, "target"),
+        ({"duration_s": 0.0}, "duration"),
+        ({"duration_s": 3601.0}, "duration"),
+        ({"num_requests": 0}, "requests"),
+        ({"input_len": 0}, "input_len"),
+        ({"output_len": -1}, "output_len"),
+        ({"max_in_flight": 8193}, "max_in_flight"),
+        ({"warmup": -1}, "warmup"),
+        ({"seed": -1}, "seed"),
+        ({"timeout_s": 0.0}, "timeout"),
+        ({"drain_s": float("inf")}, "drain"),
+        ({"vocab": (5, 5)}, "vocab"),
+        ({"vocab": (-1, 5)}, "vocab"),
+        ({"endpoint": "chat"}, "prompt"),
+        ({"slo_ms": {"itl": 5.0}}, "slo"),
+        ({"slo_ms": {"ttft": 0.0}}, "slo"),
+    ],
+)
+def test_settings_that_can_not_be_used_name_their_flag(changes: dict[str, Any], param: str) -> None:
+    """Every bound is checked before anything is sent."""
+    LoadSettings(**GOOD)
+    with pytest.raises(ConfigError) as caught:
+        LoadSettings(**(GOOD | changes))
+    assert caught.value.param == param
+
+
+def test_slo_text_is_a_map_of_milliseconds() -> None:
+    """Parts in any order, blanks allowed, nothing is a valid SLO, too."""
+    assert parse_slo("ttft:500, tpot:50.5") == {"ttft": 500.0, "tpot": 50.5}
+    assert parse_slo("") == {}
+    for text in ("ttft", "ttft:fast", "ttft:1,ttft:2"):
+        with pytest.raises(ConfigError):
+            parse_slo(text)
+
+
+def test_vocab_text_is_a_range() -> None:
+    """Two numbers with a colon, or an error that shows the form."""
+    assert parse_vocab("3:500") == (3, 500)
+    with pytest.raises(ConfigError, match="1000:20000"):
+        parse_vocab("3-500")
+
+
+def test_credentials_are_in_no_public_address() -> None:
+    """A report may be shown to anybody: user and password are cut out of the target."""
+    url = "nats://user:secret@127.0.0.1:4222"
+    assert public_url(url) == "nats://127.0.0.1:4222"
+    assert user_of(url) == "user"
+    assert user_of("nats://127.0.0.1:4222") == "client"
+    settings = LoadSettings(**(GOOD | {"target": url, "api_key": "key"}))
+    assert settings.public_target == "nats://127.0.0.1:4222"
+    assert "key" not in repr(settings).replace("api_key", "")
