@@ -60,7 +60,10 @@ async def http_server(
     server = _Server(
         uvicorn.Config(
             app,
+            http="httptools",
+            ws="none",
             lifespan="off",
+            proxy_headers=False,
             log_config=None,
             access_log=False,
             server_header=False,

@@ -6,13 +6,15 @@ checks the ranges again for those who publish to the bus themselves.
 
 from __future__ import annotations
 
+import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 
+from pipeline.bridge.checks import LOGIT_BIAS, LOGPROBS, check, in_range
 from schemas.codec import decode_json
 from schemas.errors import InvalidRequest, SchemaError
 from schemas.openai import ChatBody, CompletionBody, GenerationBody, MessageBody
@@ -20,95 +22,13 @@ from schemas.requests import ChatMessage, InferenceRequest, SamplingParams
 
 B = TypeVar("B", bound=GenerationBody)
 
+MAX_CHOICES = 256  # prompts times n of one HTTP request
+COMPLETION_MAX_TOKENS = 16  # what OpenAI's completions do when max_tokens is left out
 MAX_STOP = 4
 MAX_LOGIT_BIAS = 1024
-MAX_CHOICES = 256  # prompts times n of one HTTP request
-MAX_MODEL_NAME = 255
 MAX_TOKEN_ID = 2**32 - 1
-COMPLETION_MAX_TOKENS = 16  # what OpenAI's completions do when max_tokens is left out
 
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """``low`` to ``high``, both included unless ``above`` says that ``low`` is not."""
-
-    low: float
-    high: float
-    above: bool = False
-
-    def holds(self, value: float) -> bool:
-        """Whether ``value`` lies inside."""
-        return (self.low < value if self.above else self.low <= value) and value <= self.high
-
-    def __str__(self) -> str:
-        return f"{'above' if self.above else 'from'} {self.low:g} to {self.high:g}"
-
-
-RANGES: dict[str, Range] = {
-    "max_tokens": Range(1, 2**31 - 1),
-    "max_completion_tokens": Range(1, 2**31 - 1),
-    "min_tokens": Range(0, 2**31 - 1),
-    "temperature": Range(0, 2),
-    "top_p": Range(0, 1, above=True),
-    "top_k": Range(-1, 2**31 - 1),
-    "min_p": Range(0, 1),
-    "presence_penalty": Range(-2, 2),
-    "frequency_penalty": Range(-2, 2),
-    "repetition_penalty": Range(0, 100, above=True),
-    "seed": Range(-(2**63), 2**63 - 1),
-    "n": Range(1, 128),
-    "best_of": Range(1, 128),
-    "top_logprobs": Range(0, 20),
-    "priority": Range(-(2**31), 2**31 - 1),
-}
-LOGPROBS = Range(0, 20)  # of completions; chat's ``logprobs`` is a boolean
-LOGIT_BIAS = Range(-100, 100)
-
-Asks = Callable[[Any], bool]
-_UNSERVED: tuple[tuple[str, Asks, str], ...] = (
-    (
-        "response_format",
-        lambda body: body.response_format is not None and body.response_format.type != "text",
-        "only response_format of type 'text' is served",
-    ),
-    ("best_of", lambda body: (body.best_of or 1) > (body.n or 1), "best_of above n is not served"),
-    ("use_beam_search", lambda body: body.use_beam_search, "beam search is not served"),
-)
-_UNSERVED_IN_CHAT: tuple[tuple[str, Asks, str], ...] = (
-    (
-        "tools",
-        lambda body: body.tools and body.tool_choice != "none",
-        "tools are not served yet; leave them out, or set tool_choice to 'none'",
-    ),
-    (
-        "tool_choice",
-        lambda body: body.tool_choice not in (None, "none", "auto"),
-        "tool_choice asks for a tool call, which is not served yet",
-    ),
-    (
-        "functions",
-        lambda body: body.functions and body.function_call != "none",
-        "functions are not served",
-    ),
-    (
-        "modalities",
-        lambda body: any(kind != "text" for kind in body.modalities or ()),
-        "only text is served",
-    ),
-    (
-        "continue_final_message",
-        lambda body: body.continue_final_message,
-        "continue_final_message is not served yet",
-    ),
-)
-_UNSERVED_IN_COMPLETIONS: tuple[tuple[str, Asks, str], ...] = (
-    ("suffix", lambda body: body.suffix, "suffix is not served: no insertion"),
-    (
-        "logprobs",
-        lambda body: body.echo and body.logprobs is not None,
-        "logprobs of the prompt are not served: use logprobs or echo, not both",
-    ),
-)
+_MISSING_FIELD = re.compile(r"missing required field '(?P<name>\w+)'")
 # A developer's message is OpenAI's newer name for the system's; chat templates know the older.
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
@@ -130,13 +50,14 @@ def parse(data: bytes, kind: type[B]) -> B:
     try:
         return decode_json(data, kind)
     except SchemaError as error:
-        path = (error.param or "").removeprefix("$").removeprefix(".")
-        raise InvalidRequest(_in_words(error.message), param=path or None) from error
+        text = error.message.replace("`", "'").partition(" - at '$")[0]
+        path = [part for part in ((error.param or "").lstrip("$."), _missing(text)) if part]
+        raise InvalidRequest(text, param=".".join(path) or None) from error
 
 
-def _in_words(message: str) -> str:
-    text = message.replace("`", "'").partition(" - at '$")[0]
-    return f"{text[:1].lower()}{text[1:]}" if text.startswith(("Expected", "Object")) else text
+def _missing(text: str) -> str:
+    field = _MISSING_FIELD.search(text)
+    return field["name"] if field else ""
 
 
 def chat_requests(body: ChatBody, arrival: Arrival) -> list[InferenceRequest]:
@@ -145,7 +66,7 @@ def chat_requests(body: ChatBody, arrival: Arrival) -> list[InferenceRequest]:
     Raises:
         InvalidRequest: a value out of range, or something that is not served; names the field.
     """
-    _check(body, _UNSERVED + _UNSERVED_IN_CHAT)
+    check(body)
     messages = tuple(_message(i, message) for i, message in enumerate(body.messages))
     if not messages:
         raise InvalidRequest("messages is empty", param="messages")
@@ -163,9 +84,9 @@ def completion_requests(body: CompletionBody, arrival: Arrival) -> list[Inferenc
     Raises:
         InvalidRequest: as :func:`chat_requests`.
     """
-    _check(body, _UNSERVED + _UNSERVED_IN_COMPLETIONS)
+    check(body)
     if body.logprobs is not None:
-        _in_range("logprobs", body.logprobs, LOGPROBS)
+        in_range("logprobs", body.logprobs, LOGPROBS)
     prompts = list(_prompts(body.prompt))
     if len(prompts) * (body.n or 1) > MAX_CHOICES:
         raise InvalidRequest(
@@ -176,23 +97,6 @@ def completion_requests(body: CompletionBody, arrival: Arrival) -> list[Inferenc
     sampling = _sampling(body, max_tokens=max_tokens, logprobs=body.logprobs)
     echo = bool(body.echo)
     return [_request(body, arrival, sampling, prompt=prompt, echo=echo) for prompt in prompts]
-
-
-def _check(body: GenerationBody, unserved: tuple[tuple[str, Asks, str], ...]) -> None:
-    if not 0 < len(body.model) <= MAX_MODEL_NAME:
-        raise InvalidRequest(f"model is not 1 to {MAX_MODEL_NAME} characters", param="model")
-    for name, allowed in RANGES.items():
-        value = getattr(body, name, None)
-        if value is not None:
-            _in_range(name, value, allowed)
-    for name, asks, reason in unserved:
-        if asks(body):
-            raise InvalidRequest(reason, param=name)
-
-
-def _in_range(name: str, value: float, allowed: Range) -> None:
-    if not allowed.holds(value):
-        raise InvalidRequest(f"{name} is {value:.12g}, not {allowed}", param=name)
 
 
 def _message(i: int, message: MessageBody) -> ChatMessage:
@@ -282,7 +186,7 @@ def _logit_bias(given: dict[str, float]) -> dict[int, float]:
     for key, value in given.items():
         if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) <= MAX_TOKEN_ID):
             raise InvalidRequest(f"key {key[:40]!r} is no token id", param="logit_bias")
-        _in_range("logit_bias", value, LOGIT_BIAS)
+        in_range("logit_bias", value, LOGIT_BIAS)
         bias[int(key)] = value
     return bias
 
@@ -298,9 +202,7 @@ def _stop(given: str | list[str] | None) -> tuple[str, ...]:
 
 def _stop_token_ids(ids: list[int]) -> tuple[int, ...]:
     if ids and (min(ids) < 0 or max(ids) > MAX_TOKEN_ID):
-        raise InvalidRequest(
-            f"a token id is not from 0 to {MAX_TOKEN_ID}", param="stop_token_ids"
-        )
+        raise InvalidRequest(f"a token id is not from 0 to {MAX_TOKEN_ID}", param="stop_token_ids")
     return tuple(ids)
 
 

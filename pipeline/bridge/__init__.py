@@ -1,0 +1,11 @@
+"""HTTP in front, the bus behind. A request passes these files in this order:
+
+app         routes, drain, one log line per request
+call        body in, answer out, the client that leaves
+endpoints   chat and completions, from body to answer
+convert     OpenAI's body -> InferenceRequest
+generate    the token streams behind one answer
+sse         deltas -> events                answers   deltas -> one JSON answer
+logprobs    in OpenAI's two forms           errors    of HTTP alone
+limits      bounds                          ports     what is needed of the rest of the mesh
+"""

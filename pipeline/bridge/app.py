@@ -1,0 +1,75 @@
+"""Bridge: OpenAI's HTTP API in front, the bus behind.
+
+Consumes   HTTP
+           mesh.v1.live.token-stream.bridge.<process>.> tokens and ends, through MeshClient
+Publishes  mesh.v1.admission.<model>                     InferenceRequest
+           mesh.v1.token-stream.bridge.<name>.claim.<id> Cancelled, when a client leaves
+Keeps      open connections; nothing that another bridge would need
+Twice?     every HTTP request gets a request id of its own; a client that repeats, pays twice
+Fails      MeshError -> its HTTP status, or an error event once the answer has begun
+"""
+
+from __future__ import annotations
+
+import asyncio
+from urllib.parse import urlsplit
+
+from infra.config import BridgeConfig
+from infra.http_server import http_server
+from infra.process import RoleContext
+from infra.task_scope import task_scope
+from pipeline.bridge.endpoints import Services
+from pipeline.bridge.limits import Limits
+from pipeline.bridge.listener import listen
+from pipeline.bridge.routes import Bridge
+from pipeline.client import MeshClient
+from pipeline.registry import Registry
+
+_CUT_SHARE = 0.8  # of the grace time; the rest is for error events and cancels to leave
+
+
+def limits_of(config: BridgeConfig, max_deadline_s: float) -> Limits:
+    """The bridge's bounds as configured."""
+    return Limits(
+        max_body_bytes=config.max_body_bytes,
+        max_open_requests=config.max_open_requests,
+        accept_s=config.accept_timeout_s,
+        default_deadline_s=min(config.request_timeout_s, max_deadline_s),
+        max_deadline_s=max_deadline_s,
+    )
+
+
+async def serve_bridge(ctx: RoleContext, config: BridgeConfig) -> None:
+    """Serve until ``ctx.draining``: then nothing new, and what runs has ``grace_s`` to end.
+
+    Raises:
+        ConfigError: the port can't be used.
+    """
+    limits = limits_of(config, ctx.times.max_deadline_s)
+    with listen(config.host, config.port, limits.stall_s) as bound:
+        registry = Registry(ctx.bus)
+        await registry.start()
+        user = urlsplit(config.bus.url(ctx.kind)).username or ctx.kind
+        async with MeshClient(ctx.bus, user=user, name=ctx.process) as client:
+            services = Services(
+                client=client,
+                models=registry,
+                metrics=ctx.metrics,
+                log=ctx.log,
+                now_unix_ms=ctx.bus.now_unix_ms,
+                limits=limits,
+            )
+            bridge = Bridge(ctx.process, ctx.health, services)
+            async with task_scope() as tasks:
+                async with http_server(bridge, bound, drain_s=config.grace_s):
+                    host, port = bound.getsockname()[:2]
+                    ctx.log.info("bridge_listening", host=host, port=port)
+                    ctx.ready()
+                    await ctx.draining.wait()
+                    bridge.drain()
+                    tasks.create_task(_cut_later(bridge, _CUT_SHARE * config.grace_s), name="cut")
+
+
+async def _cut_later(bridge: Bridge, after_s: float) -> None:
+    await asyncio.sleep(after_s)
+    bridge.cut()

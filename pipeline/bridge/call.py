@@ -1,0 +1,208 @@
+"""One HTTP request, from its headers to the last byte of its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import msgspec
+from starlette.types import Message, Receive, Scope, Send
+
+from infra.failure import first_mesh_error
+from infra.task_scope import task_scope
+from pipeline.bridge.answers import error_answer
+from pipeline.bridge.errors import BodyTooSlow, ClientLeft, MethodNotAllowed, ShuttingDown
+from schemas.errors import DeadlineExceeded, MeshError, PayloadTooLarge
+
+Header = tuple[bytes, bytes]
+FailureEvent = Callable[[MeshError], bytes]
+
+_JSON: Header = (b"content-type", b"application/json")
+_STREAM: tuple[Header, ...] = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # proxies that gather would hold tokens back
+)
+_MAX_LABEL = 128
+_LAST_WORD_S = 1.0  # for the error event to leave
+_encode = msgspec.json.Encoder().encode
+
+
+class Call:
+    """An ASGI request with what the bridge knows of it.
+
+    ``facts`` are for the one log line that the request gets. ``status`` is 0 until an answer has
+    begun.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.started_s = time.perf_counter()
+        self.status = 0
+        self.is_stream = False
+        self.facts: dict[str, Any] = {}
+        self.label = _label(self.headers.get(b"x-request-id", b""))
+        self.request_id = ""
+        self._is_complete = False
+        self._failure_event: FailureEvent | None = None
+        self._receive = receive
+        self._send = send
+        self._scope: asyncio.Timeout | None = None
+        self._tasks: asyncio.TaskGroup | None = None
+        self._reason: MeshError | None = None
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the headers were read."""
+        return time.perf_counter() - self.started_s
+
+    # --- in -----------------------------------------------------------------------------------
+
+    async def read_body(self, max_bytes: int, timeout_s: float) -> bytes:
+        """The whole body.
+
+        Raises:
+            PayloadTooLarge: it is, or says it is, over ``max_bytes``.
+            BodyTooSlow: it did not arrive within ``timeout_s``.
+            ClientLeft: the connection closed before its end.
+        """
+        declared = self.headers.get(b"content-length", b"")
+        if declared.isdigit() and int(declared) > max_bytes:
+            raise _too_large(max_bytes)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._read(max_bytes)
+        except TimeoutError:
+            raise BodyTooSlow(f"the body did not arrive within {timeout_s:g} s") from None
+
+    async def _read(self, max_bytes: int) -> bytes:
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientLeft("the client left while it sent the body")
+            part = message.get("body", b"")
+            size += len(part)
+            if size > max_bytes:
+                raise _too_large(max_bytes)
+            parts.append(part)
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+    # --- work ---------------------------------------------------------------------------------
+
+    async def attended(self, work: Coroutine[Any, Any, None], timeout_s: float) -> None:
+        """Do ``work`` while the client stays; helpers started meanwhile end with it.
+
+        Raises:
+            ClientLeft: the connection closed first.
+            DeadlineExceeded: ``timeout_s`` passed first.
+            MeshError: what ``work`` raised, or what :meth:`interrupt` was given.
+        """
+        try:
+            async with asyncio.timeout(timeout_s) as self._scope, task_scope() as self._tasks:
+                self._tasks.create_task(self._watch(), name="disconnect")
+                await work
+        except TimeoutError:
+            late = DeadlineExceeded(f"no complete answer within {timeout_s:.3g} s")
+            raise self._reason or late from None
+        except ExceptionGroup as group:
+            error = first_mesh_error(group)
+            if error is None:
+                raise
+            raise error from group
+        finally:
+            self._scope = self._tasks = None
+
+    def start_helper(self, helper: Coroutine[Any, Any, None], name: str) -> None:
+        """Run ``helper`` beside the work until that ends."""
+        assert self._tasks is not None, "helpers run beside attended work"
+        self._tasks.create_task(helper, name=name)
+
+    def interrupt(self, reason: MeshError) -> None:
+        """Make the attended work end with ``reason``; without effect when there is none."""
+        if self._scope is not None and self._reason is None and not self._scope.expired():
+            self._reason = reason
+            self._scope.reschedule(asyncio.get_running_loop().time())
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.interrupt(ClientLeft("the client closed the connection"))
+
+    # --- out ----------------------------------------------------------------------------------
+
+    async def respond(
+        self, status: int, answer: msgspec.Struct, extra: Sequence[Header] = ()
+    ) -> None:
+        """Send ``answer`` as JSON."""
+        body = _encode(answer)
+        await self._start(status, [_JSON, (b"content-length", b"%d" % len(body)), *extra])
+        await self.write(body, last=True)
+
+    async def open_stream(self, failure_event: FailureEvent) -> None:
+        """Send the status and headers of a stream of events; ``failure_event`` makes the event
+        with which it ends should it fail."""
+        self.is_stream = True
+        self._failure_event = failure_event
+        await self._start(200, _STREAM)
+
+    async def write(self, data: bytes, *, last: bool = False) -> None:
+        """Send a part of the body; waits while the client's connection is full."""
+        message: Message = {"type": "http.response.body", "body": data, "more_body": not last}
+        await self._send(message)
+        self._is_complete = last
+
+    async def fail(self, error: MeshError, retry_after_s: int) -> None:
+        """Tell the client of ``error``: as the answer, or as the last event of a stream."""
+        if self.status == 0:
+            await self._refuse(error, retry_after_s)
+        elif self._failure_event is not None and not self._is_complete:
+            with contextlib.suppress(TimeoutError):  # it does not read: nothing can be told
+                async with asyncio.timeout(_LAST_WORD_S):
+                    await self.write(self._failure_event(error), last=True)
+
+    async def _refuse(self, error: MeshError, retry_after_s: int) -> None:
+        extra: list[Header] = []
+        if error.retryable:
+            extra.append((b"retry-after", b"%d" % retry_after_s))
+        if isinstance(error, MethodNotAllowed):
+            extra.append((b"allow", error.allowed.encode()))
+        if isinstance(error, BodyTooSlow | ShuttingDown):
+            extra.append((b"connection", b"close"))
+        await self.respond(error.http_status, error_answer(error), extra)
+
+    async def _start(self, status: int, headers: Sequence[Header]) -> None:
+        self.status = status
+        named = (
+            (b"x-request-id", (self.label or self.request_id).encode()),
+            (b"x-mesh-request-id", self.request_id.encode()),
+        )
+        await self._send(
+            {
+                "type": "http.response.start",
+                "status": status,
+                "headers": [
+                    *headers,
+                    *(pair for pair in named if pair[1]),
+                    (b"openai-processing-ms", b"%d" % (self.age_s * 1000)),
+                ],
+            }
+        )
+
+
+def _label(raw: bytes) -> str:
+    """The client's own id, when it can go into a header and a log line; else none."""
+    text = raw.decode("latin-1").strip()
+    fits = 0 < len(text) <= _MAX_LABEL and text.isascii() and text.isprintable()
+    return text if fits else ""
+
+
+def _too_large(max_bytes: int) -> PayloadTooLarge:
+    return PayloadTooLarge(f"the body is over {max_bytes} bytes")

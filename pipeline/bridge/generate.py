@@ -1,0 +1,205 @@
+"""From requests to an answer: the token streams behind one HTTP request, and its two forms.
+
+A request with several prompts is one mesh request, and so one token stream, per prompt; each has
+``n`` choices. Choices are numbered prompt by prompt: ``prompt * n + index``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
+
+from infra.failure import first_mesh_error
+from infra.log import Logger
+from infra.metrics import Metrics
+from pipeline.bridge.call import Call
+from pipeline.bridge.ports import Client, Stream
+from pipeline.bridge.sse import KEEP_ALIVE, Events
+from schemas.errors import MeshError, NoCapacity
+from schemas.requests import InferenceRequest
+from schemas.tokens import Accepted, StreamEnd, TokenDelta, Usage
+
+Sink = Callable[[int, Sequence[TokenDelta]], Awaitable[None]]
+
+
+async def together(jobs: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run ``jobs`` side by side; the first MeshError cancels the others and is raised as it is."""
+    if len(jobs) == 1:
+        await jobs[0]
+        return
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for job in jobs:
+                tasks.create_task(job)
+    except ExceptionGroup as group:
+        error = first_mesh_error(group)
+        if error is None:
+            raise
+        raise error from group
+
+
+class Generation:
+    """The token streams of one HTTP request. Close it in any case."""
+
+    def __init__(self, client: Client, requests: Sequence[InferenceRequest]) -> None:
+        self._client = client
+        self._requests = requests
+        self._streams: dict[int, Stream] = {}  # by prompt
+        self._accepted: dict[int, Accepted] = {}
+        self.n = requests[0].sampling.n
+
+    @property
+    def num_prompts(self) -> int:
+        """How many prompts, and so token streams, there are."""
+        return len(self._requests)
+
+    async def open(self, timeout_s: float) -> None:
+        """Submit all requests and wait until admission has accepted them.
+
+        Raises:
+            NoCapacity: admission did not decide within ``timeout_s``.
+            MeshError: the bus refused, or admission did, for one of them.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                await together([self._open_one(i) for i in range(self.num_prompts)])
+        except TimeoutError:
+            raise NoCapacity(f"admission did not answer within {timeout_s:g} s") from None
+
+    async def _open_one(self, prompt: int) -> None:
+        stream = await self._client.submit(self._requests[prompt])
+        self._streams[prompt] = stream
+        self._accepted[prompt] = await stream.accepted()
+
+    @property
+    def accepted(self) -> list[Accepted]:
+        """What admission said, per prompt; complete after :meth:`open`."""
+        return [self._accepted[i] for i in range(self.num_prompts)]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all prompts."""
+        return sum(accepted.prompt_tokens for accepted in self.accepted)
+
+    @property
+    def echoes(self) -> list[str]:
+        """Per choice, the text that goes in front of it."""
+        return [one.echo_text or "" for one in self.accepted for _ in range(self.n)]
+
+    async def run(self, sink: Sink) -> None:
+        """Give ``sink`` all deltas, with the number of the first choice of their prompt.
+
+        Prompts are read side by side; a sink that waits holds back only its own prompt.
+
+        Raises:
+            MeshError: one of the streams failed.
+        """
+        await together([self._pump(i, sink) for i in range(self.num_prompts)])
+
+    async def _pump(self, prompt: int, sink: Sink) -> None:
+        stream, first = self._streams[prompt], prompt * self.n
+        while deltas := await stream.next_deltas():
+            await sink(first, deltas)
+
+    @property
+    def _ends(self) -> list[StreamEnd]:
+        ends = [self._streams[i].end for i in range(self.num_prompts)]
+        return [end for end in ends if end is not None]
+
+    @property
+    def reasons(self) -> list[str]:
+        """Finish reasons, per choice; complete after :meth:`run`."""
+        return [reason for end in self._ends for reason in end.finish_reasons]
+
+    @property
+    def usage(self) -> Usage:
+        """Of all prompts together; complete after :meth:`run`."""
+        usages = [end.usage for end in self._ends]
+        return Usage(
+            prompt_tokens=sum(usage.prompt_tokens for usage in usages),
+            completion_tokens=sum(usage.completion_tokens for usage in usages),
+            cached_tokens=sum(usage.cached_tokens for usage in usages),
+        )
+
+    async def close(self, reason: str, log: Logger) -> None:
+        """Let go of all streams; what has not ended is cancelled, for ``reason`` if there is one.
+
+        A bus that is away can't be told: the requests then end at their deadline.
+        """
+        await together([self._close_one(one, reason, log) for one in self._streams.values()])
+
+    @staticmethod
+    async def _close_one(stream: Stream, reason: str, log: Logger) -> None:
+        try:
+            if reason and stream.end is None:
+                await stream.cancel(reason)
+            await stream.aclose()
+        except MeshError as error:
+            log.warning("cancel_failed", code=error.code, reason=error.message)
+
+
+class StreamedAnswer:
+    """Writes events as their tokens come."""
+
+    def __init__(
+        self,
+        call: Call,
+        generation: Generation,
+        events: Events,
+        *,
+        metrics: Metrics,
+        keep_alive_s: float,
+    ) -> None:
+        self._call = call
+        self._generation = generation
+        self._events = events
+        self._metrics = metrics
+        self._keep_alive_s = keep_alive_s
+        self._last_write_s = call.started_s
+        self._last_token_s: dict[int, float] = {}  # by first choice of a prompt
+        self._turn = asyncio.Lock()
+
+    async def run(self) -> None:
+        """Headers, all events, the end.
+
+        Raises:
+            MeshError: a stream failed; the client has not been told yet (``Call.fail`` does).
+        """
+        await self._call.open_stream(self._events.failure)
+        self._last_write_s = time.perf_counter()
+        self._call.start_helper(self._keep_alive(), name="keep alive")
+        one = self._generation.num_prompts == 1
+        await self._generation.run(self._write if one else self._write_in_turn)
+        end = self._events.end(self._generation.reasons, self._generation.usage)
+        await self._call.write(end, last=True)
+
+    async def _write_in_turn(self, first: int, deltas: Sequence[TokenDelta]) -> None:
+        async with self._turn:  # event numbers leave in order
+            await self._write(first, deltas)
+
+    async def _write(self, first: int, deltas: Sequence[TokenDelta]) -> None:
+        encode = self._events.delta
+        data = b"".join([encode(first + delta.index, delta) for delta in deltas])
+        if not data:
+            return
+        await self._call.write(data)
+        self._last_write_s = now_s = time.perf_counter()
+        before_s = self._last_token_s.get(first)
+        if before_s is not None:
+            self._metrics.itl_seconds.observe(now_s - before_s)
+        elif not self._last_token_s:
+            ttft_s = now_s - self._call.started_s
+            self._call.facts["ttft_ms"] = round(ttft_s * 1000, 3)
+            self._metrics.ttft_seconds.observe(ttft_s)
+        self._last_token_s[first] = now_s
+
+    async def _keep_alive(self) -> None:
+        while True:
+            silent_s = time.perf_counter() - self._last_write_s
+            if silent_s < self._keep_alive_s:
+                await asyncio.sleep(self._keep_alive_s - silent_s)
+                continue
+            self._last_write_s = time.perf_counter()
+            await self._call.write(KEEP_ALIVE)

@@ -1,0 +1,51 @@
+"""What the bridge needs from the rest of the mesh, as interfaces.
+
+``pipeline.client.MeshClient`` and ``pipeline.registry.Registry`` have these shapes; tests bring
+their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from schemas.models import ModelCard
+from schemas.requests import InferenceRequest
+from schemas.tokens import Accepted, StreamEnd, TokenDelta
+
+
+class Stream(Protocol):
+    """The tokens of one request."""
+
+    @property
+    def end(self) -> StreamEnd | None:
+        """Usage and finish reasons, once ``next_deltas`` has said that it is complete."""
+
+    async def accepted(self) -> Accepted:
+        """Wait for admission; raises the MeshError with which the request was refused."""
+
+    async def next_deltas(self) -> list[TokenDelta]:
+        """All that is ready, at least one; empty when complete. Raises MeshError on failure."""
+
+    async def cancel(self, reason: str = "") -> None:
+        """End the request wherever it is."""
+
+    async def aclose(self) -> None:
+        """Stop reading; cancels a request that has not ended."""
+
+
+class Client(Protocol):
+    """The way to the bus."""
+
+    async def submit(self, request: InferenceRequest) -> Stream:
+        """Publish ``request``. Raises BusUnavailable or PayloadTooLarge."""
+
+
+class Models(Protocol):
+    """The models that can be asked for."""
+
+    def get(self, name: str) -> ModelCard | None:
+        """The model of this name."""
+
+    def cards(self) -> Sequence[ModelCard]:
+        """All of them."""

@@ -1,0 +1,140 @@
+"""The ASGI application: routes, bounds, drain, one log line per request."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+
+from starlette.types import Receive, Scope, Send
+
+from infra.health import Health, health_app
+from pipeline.bridge.answers import model_list, model_object
+from pipeline.bridge.call import Call
+from pipeline.bridge.endpoints import CHAT, COMPLETIONS, Generator, Services
+from pipeline.bridge.errors import ClientLeft, MethodNotAllowed, ShuttingDown, UnknownPath
+from schemas.errors import MeshError, ModelNotFound, QueueFull, RequestCancelled
+
+Handler = Callable[[Call], Awaitable[None]]
+
+_MODELS = "/v1/models"
+_OPERATIONS = ("/health", "/ready", "/metrics")
+_READ = ("GET", "HEAD")
+_ENDPOINTS = (CHAT, COMPLETIONS)
+
+
+class Bridge:
+    """The ASGI application."""
+
+    def __init__(self, process: str, health: Health, services: Services) -> None:
+        self.is_draining = False
+        self._services = services
+        self._limits = services.limits
+        self._operations = health_app(process, health, services.metrics)
+        self._open: set[Call] = set()
+        self._routes: dict[str, tuple[tuple[str, ...], Handler]] = {
+            _MODELS: (_READ, self._list_models),
+            **{one.path: (("POST",), Generator(one, services).answer) for one in _ENDPOINTS},
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request; websockets are refused."""
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1000})
+        elif scope["path"] in _OPERATIONS:
+            await self._operations(scope, receive, send)
+        else:
+            await self._answer(Call(scope, receive, send))
+
+    @property
+    def num_open(self) -> int:
+        """Requests being answered."""
+        return len(self._open)
+
+    def drain(self) -> None:
+        """Refuse what comes from now on."""
+        self.is_draining = True
+
+    def cut(self) -> None:
+        """End what still runs, with an error that says why."""
+        for call in list(self._open):
+            call.interrupt(ShuttingDown("the server shuts down"))
+
+    # --- around every request -----------------------------------------------------------------
+
+    async def _answer(self, call: Call) -> None:
+        outcome = RequestCancelled.code  # unless something below says otherwise
+        try:
+            with self._counted(call):
+                await self._route(call)(call)
+            outcome = str(call.facts.get("finish_reason", "ok"))
+        except MeshError as error:
+            outcome = error.code
+            await self._refuse(call, error)
+        except Exception:
+            outcome = MeshError.code
+            self._services.log.exception(
+                "request_crashed", path=call.path, request_id=call.request_id
+            )
+            await self._refuse(call, MeshError("internal error; the server's log has more"))
+        finally:
+            self._record(call, outcome)
+
+    @contextmanager
+    def _counted(self, call: Call) -> Iterator[None]:
+        if self.is_draining:
+            raise ShuttingDown("the server shuts down")
+        if len(self._open) >= self._limits.max_open_requests:
+            raise QueueFull(f"{len(self._open)} requests are open already")
+        self._open.add(call)
+        self._services.metrics.open_requests.inc()
+        try:
+            yield
+        finally:
+            self._open.discard(call)
+            self._services.metrics.open_requests.dec()
+
+    async def _refuse(self, call: Call, error: MeshError) -> None:
+        if isinstance(error, ClientLeft):
+            call.status = call.status or error.http_status  # for the log: nobody reads it
+        else:
+            await call.fail(error, self._limits.retry_after_s)
+
+    def _record(self, call: Call, outcome: str) -> None:
+        self._services.metrics.requests_ended.labels(outcome).inc()
+        if call.request_id:
+            self._services.metrics.e2e_seconds.observe(call.age_s)
+        self._services.log.info(
+            "request_ended",
+            method=call.method,
+            path=call.path,
+            status=call.status,
+            outcome=outcome,
+            request_id=call.request_id,
+            label=call.label,
+            stream=call.is_stream,
+            e2e_ms=round(call.age_s * 1000, 3),
+            **call.facts,
+        )
+
+    # --- routes -------------------------------------------------------------------------------
+
+    def _route(self, call: Call) -> Handler:
+        methods, handler = self._routes.get(call.path, ((), None))
+        if handler is None and call.path.startswith(_MODELS + "/"):
+            methods, handler = _READ, self._show_model
+        if handler is None:
+            raise UnknownPath(f"no such address: {call.path[:200]}")
+        if call.method not in methods:
+            allowed = ", ".join(methods)
+            raise MethodNotAllowed(f"{call.method} is none of {allowed}", allowed=allowed)
+        return handler
+
+    async def _list_models(self, call: Call) -> None:
+        await call.respond(200, model_list(self._services.models.cards()))
+
+    async def _show_model(self, call: Call) -> None:
+        name = call.path.removeprefix(_MODELS + "/")
+        card = self._services.models.get(name)
+        if card is None:
+            raise ModelNotFound(f"no model is called {name[:200]!r}", param="model")
+        await call.respond(200, model_object(card))

@@ -1,0 +1,230 @@
+"""Server-sent events of one answer: a delta in, the bytes of its events out.
+
+What is the same in every event of a choice is built once; for a plain token only its text is
+encoded in between. Per choice: an opening (the role, or the echoed prompt) together with the
+first token, one event per delta that has text or logprobs, and exactly one event with a finish
+reason. Nothing here does I/O.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from pipeline.bridge.answers import Identity, error_answer, known_reason, usage_block
+from pipeline.bridge.logprobs import chat_logprobs, completion_logprobs
+from schemas.errors import MeshError
+from schemas.openai import (
+    ChatChunk,
+    ChunkChoice,
+    Completion,
+    CompletionChoice,
+    Delta,
+    UsageBlock,
+)
+from schemas.tokens import TokenDelta, Usage
+
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+
+_encode = msgspec.json.Encoder().encode
+_MARK = "\x00text\x00"  # where the text stands in an event that is taken apart
+_MARK_JSON = _encode(_MARK)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamForm:
+    """What the client asked of the stream.
+
+    ``continuous_usage`` (vLLM's) puts the usage so far into every chunk. ``event_ids`` numbers the
+    events, so that a client can say where it was: a line that strict SSE readers know, and
+    readers that take each event for one ``data:`` line do not.
+    """
+
+    include_usage: bool = False
+    continuous_usage: bool = False
+    event_ids: bool = False
+
+
+class Events(ABC):
+    """The events of one HTTP stream, all choices together.
+
+    Args:
+        prompt_tokens: of all prompts, for the usage so far.
+        echoes: per choice, text that goes in front; "" for none.
+    """
+
+    def __init__(
+        self, identity: Identity, form: StreamForm, *, prompt_tokens: int, echoes: Sequence[str]
+    ) -> None:
+        self.identity = identity
+        self.form = form
+        self.num_events = 0
+        self._usage = Usage(prompt_tokens=prompt_tokens, completion_tokens=0)
+        self._echoes = echoes
+        self._is_plain = not (form.continuous_usage or form.event_ids)
+        self._heads: list[bytes] = [b""] * len(echoes)  # filled when a choice opens
+        self._tail = b""
+        self._finished = [False] * len(echoes)
+
+    def delta(self, choice: int, delta: TokenDelta) -> bytes:
+        """The events of one delta, maybe none. A choice that has its finish reason gets no more."""
+        head = self._heads[choice]
+        if head and self._is_plain and delta.finish_reason is None and delta.logprobs is None:
+            if not delta.text or self._finished[choice]:
+                return b""
+            self.num_events += 1
+            return head + _encode(delta.text) + self._tail
+        return self._any_delta(choice, delta)
+
+    def _any_delta(self, choice: int, delta: TokenDelta) -> bytes:
+        if self._finished[choice]:
+            return b""
+        parts = [self._open(choice)]
+        if self.form.continuous_usage:
+            self._count(len(delta.ids))
+        if delta.text or delta.logprobs:
+            parts.append(self._event(self._text(choice, delta)))
+        if delta.finish_reason is not None:
+            parts.append(self._close(choice, delta.finish_reason))
+        return b"".join(parts)
+
+    def _open(self, choice: int) -> bytes:
+        if self._heads[choice]:
+            return b""
+        sample = _encode(self._text(choice, TokenDelta(request_id="", epoch=0, number=0, ids=(),
+                                                       text=_MARK)))  # fmt: skip
+        head, _, tail = sample.rpartition(_MARK_JSON)
+        self._heads[choice] = b"data: " + head
+        self._tail = tail + b"\n\n"
+        opening = self._opening(choice, self._echoes[choice])
+        return self._event(opening) if opening is not None else b""
+
+    def _close(self, choice: int, reason: str) -> bytes:
+        self._finished[choice] = True
+        return self._event(self._closing(choice, reason))
+
+    def _count(self, num_tokens: int) -> None:
+        self._usage = Usage(
+            prompt_tokens=self._usage.prompt_tokens,
+            completion_tokens=self._usage.completion_tokens + num_tokens,
+        )
+
+    def end(self, reasons: Sequence[str], usage: Usage) -> bytes:
+        """What completes a stream that went well.
+
+        ``reasons`` has one finish reason per choice; choices that got theirs before stay as they
+        are. Then the usage chunk, if asked for, and ``[DONE]``.
+        """
+        parts = []
+        for choice, reason in enumerate(reasons):
+            if not self._finished[choice]:
+                parts += [self._open(choice), self._close(choice, reason)]
+        if self.form.include_usage:
+            parts.append(self._event(self._last(usage_block(usage))))
+        return b"".join([*parts, DONE])
+
+    def failure(self, error: MeshError) -> bytes:
+        """What a client gets when a stream that has begun fails; no ``[DONE]`` follows."""
+        return self._event(error_answer(error))
+
+    def _event(self, data: msgspec.Struct) -> bytes:
+        self.num_events += 1
+        if self.form.event_ids:
+            return b"id: %d\ndata: %b\n\n" % (self.num_events, _encode(data))
+        return b"data: " + _encode(data) + b"\n\n"
+
+    @property
+    def _usage_now(self) -> UsageBlock | UnsetType | None:
+        if self.form.continuous_usage:
+            return usage_block(self._usage)
+        return None if self.form.include_usage else UNSET
+
+    @abstractmethod
+    def _opening(self, choice: int, echo: str) -> msgspec.Struct | None: ...
+
+    @abstractmethod
+    def _text(self, choice: int, delta: TokenDelta) -> msgspec.Struct: ...
+
+    @abstractmethod
+    def _closing(self, choice: int, reason: str) -> msgspec.Struct: ...
+
+    @abstractmethod
+    def _last(self, usage: UsageBlock) -> msgspec.Struct: ...
+
+
+class ChatEvents(Events):
+    """``chat.completion.chunk`` events; the opening is the role."""
+
+    def _chunk(self, choices: list[ChunkChoice], usage: UsageBlock | None = None) -> ChatChunk:
+        about = self.identity
+        return ChatChunk(
+            id=about.id,
+            created=about.created,
+            model=about.model,
+            system_fingerprint=about.fingerprint,
+            choices=choices,
+            usage=usage or self._usage_now,
+        )
+
+    def _opening(self, choice: int, echo: str) -> ChatChunk:
+        return self._chunk([ChunkChoice(index=choice, delta=Delta(role="assistant", content=echo))])
+
+    def _text(self, choice: int, delta: TokenDelta) -> ChatChunk:
+        logprobs = chat_logprobs(delta.logprobs) if delta.logprobs else None
+        return self._chunk(
+            [ChunkChoice(index=choice, delta=Delta(content=delta.text), logprobs=logprobs)]
+        )
+
+    def _closing(self, choice: int, reason: str) -> ChatChunk:
+        return self._chunk(
+            [ChunkChoice(index=choice, delta=Delta(), finish_reason=known_reason(reason))]
+        )
+
+    def _last(self, usage: UsageBlock) -> ChatChunk:
+        return self._chunk([], usage)
+
+
+class CompletionEvents(Events):
+    """``text_completion`` events; the opening is the echoed prompt, when there is one."""
+
+    def __init__(
+        self, identity: Identity, form: StreamForm, *, prompt_tokens: int, echoes: Sequence[str]
+    ) -> None:
+        super().__init__(identity, form, prompt_tokens=prompt_tokens, echoes=echoes)
+        self._offsets = [len(echo) for echo in echoes]
+
+    def _chunk(
+        self, choices: list[CompletionChoice], usage: UsageBlock | None = None
+    ) -> Completion:
+        about = self.identity
+        return Completion(
+            id=about.id,
+            created=about.created,
+            model=about.model,
+            system_fingerprint=about.fingerprint,
+            choices=choices,
+            usage=usage or self._usage_now,
+        )
+
+    def _opening(self, choice: int, echo: str) -> Completion | None:
+        return self._chunk([CompletionChoice(index=choice, text=echo)]) if echo else None
+
+    def _text(self, choice: int, delta: TokenDelta) -> Completion:
+        logprobs = None
+        if delta.logprobs:
+            logprobs = completion_logprobs(delta.logprobs, self._offsets[choice])
+            self._offsets[choice] += sum(len(token) for token in logprobs.tokens)
+        return self._chunk([CompletionChoice(index=choice, text=delta.text, logprobs=logprobs)])
+
+    def _closing(self, choice: int, reason: str) -> Completion:
+        return self._chunk(
+            [CompletionChoice(index=choice, text="", finish_reason=known_reason(reason))]
+        )
+
+    def _last(self, usage: UsageBlock) -> Completion:
+        return self._chunk([], usage)

@@ -1,0 +1,249 @@
+"""A mesh of one object: the client's interface with scripted answers, and bridges made with it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+
+from infra.health import Health
+from infra.http_server import http_server
+from infra.log import make_logger
+from infra.metrics import Metrics
+from pipeline.bridge.endpoints import Services
+from pipeline.bridge.limits import Limits
+from pipeline.bridge.listener import listen
+from pipeline.bridge.routes import Bridge
+from schemas.errors import MeshError
+from schemas.models import ModelCard
+from schemas.requests import InferenceRequest
+from schemas.tokens import (
+    Accepted,
+    StreamEnd,
+    TokenDelta,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+)
+
+MODEL = "org/tiny.model"
+CARD = ModelCard(
+    name=MODEL,
+    revision="r1",
+    served="x@r1",
+    folder="/nowhere",
+    architecture="LlamaForCausalLM",
+    context_length=2048,
+    vocab_size=512,
+    has_chat_template=True,
+    created_unix_s=1_700_000_000,
+)
+WORDS = ("Hello", " wörld", " 😀", "!")
+NOW_UNIX_MS = 1_800_000_000_000
+
+Step = Sequence[TokenDelta] | MeshError | asyncio.Event
+
+
+@dataclass
+class Script:
+    """What happens to one request. An event as a step is waited for; None as accepted never
+    comes."""
+
+    steps: list[Step]
+    end: StreamEnd | None
+    refusal: MeshError | None = None
+    submit_error: Exception | None = None
+    silent: bool = False
+    echo_text: str | None = None
+
+
+def logprob(text: str, top: int) -> TokenLogprob:
+    """A token with ``top`` alternatives."""
+    others = tuple(TopLogprob(token_id=i, token=f"t{i}", logprob=-1.0 - i) for i in range(top))
+    return TokenLogprob(token_id=7, token=text, logprob=-0.5, top=others)
+
+
+def say(request: InferenceRequest, words: Sequence[str] = WORDS, reason: str = "stop") -> Script:
+    """Each choice says ``words``, one token each, all choices step by step."""
+    n, top = request.sampling.n, request.sampling.logprobs
+    steps: list[Step] = [
+        [
+            TokenDelta(
+                request_id=request.request_id,
+                epoch=1,
+                number=number,
+                ids=(number,),
+                text=word,
+                index=index,
+                finish_reason=reason if number == len(words) - 1 else None,
+                logprobs=None if top is None else (logprob(word, top),),
+            )
+            for index in range(n)
+        ]
+        for number, word in enumerate(words)
+    ]
+    end = StreamEnd(
+        request_id=request.request_id,
+        epoch=1,
+        num_tokens=(len(words),) * n,
+        finish_reasons=(reason,) * n,
+        usage=Usage(prompt_tokens=5, completion_tokens=len(words) * n, cached_tokens=2),
+    )
+    echo = request.prompt if request.echo and isinstance(request.prompt, str) else None
+    return Script(steps=steps, end=end, echo_text=echo)
+
+
+class FakeStream:
+    """A scripted token stream."""
+
+    def __init__(self, request: InferenceRequest, script: Script) -> None:
+        self.request = request
+        self.request_id = request.request_id
+        self.end: StreamEnd | None = None
+        self.cancelled: list[str] = []
+        self.is_closed = asyncio.Event()
+        self.failed = False
+        self._script = script
+        self._steps = iter(script.steps)
+
+    async def accepted(self) -> Accepted:
+        if self._script.refusal:
+            self.failed = True
+            raise self._script.refusal
+        if self._script.silent:
+            await asyncio.Event().wait()
+        return Accepted(
+            request_id=self.request_id,
+            model=self.request.model,
+            revision="r1",
+            prompt_tokens=5,
+            max_tokens=16,
+            admitted_unix_ms=NOW_UNIX_MS,
+            deadline_unix_ms=self.request.deadline_unix_ms or 0,
+            echo_text=self._script.echo_text,
+        )
+
+    async def next_deltas(self) -> list[TokenDelta]:
+        for step in self._steps:
+            if isinstance(step, asyncio.Event):
+                await step.wait()
+            elif isinstance(step, MeshError):
+                self.failed = True
+                raise step
+            else:
+                return list(step)
+        self.end = self._script.end
+        return []
+
+    async def cancel(self, reason: str = "") -> None:
+        if self.end is None and not self.failed and not self.cancelled:
+            self.cancelled.append(reason)
+
+    async def aclose(self) -> None:
+        await self.cancel("reader left")
+        self.is_closed.set()
+
+
+@dataclass
+class FakeClient:
+    """Submits to a script."""
+
+    script: Callable[[InferenceRequest], Script] = say
+    streams: list[FakeStream] = field(default_factory=list)
+    submitted: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def submit(self, request: InferenceRequest) -> FakeStream:
+        script = self.script(request)
+        if script.submit_error:
+            raise script.submit_error
+        stream = FakeStream(request, script)
+        self.streams.append(stream)
+        self.submitted.set()
+        return stream
+
+    @property
+    def requests(self) -> list[InferenceRequest]:
+        return [stream.request for stream in self.streams]
+
+
+class FakeModels:
+    """One registered model."""
+
+    def get(self, name: str) -> ModelCard | None:
+        return CARD if name == MODEL else None
+
+    def cards(self) -> list[ModelCard]:
+        return [CARD]
+
+
+class Log(io.StringIO):
+    """Log lines; ``ended`` is set with the first canonical line of a request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended = asyncio.Event()
+
+    def write(self, text: str) -> int:
+        if "request_ended" in text:
+            self.ended.set()
+        return super().write(text)
+
+
+@dataclass
+class House:
+    """A bridge and what it was made with."""
+
+    bridge: Bridge
+    client: FakeClient
+    metrics: Metrics
+    health: Health
+    limits: Limits
+    output: Log
+
+    def count(self, outcome: str) -> float:
+        value = self.metrics.registry.get_sample_value(
+            "mesh_requests_ended_total", {"outcome": outcome}
+        )
+        return value or 0.0
+
+    async def all_closed(self) -> None:
+        for stream in self.client.streams:
+            await stream.is_closed.wait()
+
+
+def build(client: FakeClient | None = None, limits: Limits | None = None) -> House:
+    """A bridge with a fake mesh behind it."""
+    client = client or FakeClient()
+    limits = limits or Limits()
+    output = Log()
+    metrics, health = Metrics(), Health()
+    services = Services(
+        client=client,
+        models=FakeModels(),
+        metrics=metrics,
+        log=make_logger("bridge-test", stream=output),
+        now_unix_ms=lambda: NOW_UNIX_MS,
+        limits=limits,
+    )
+    bridge = Bridge("bridge-test", health, services)
+    return House(bridge, client, metrics, health, limits, output)
+
+
+@contextlib.asynccontextmanager
+async def served(house: House) -> AsyncIterator[int]:
+    """The bridge behind a real uvicorn; gives the port."""
+    with listen("127.0.0.1", 0, house.limits.stall_s) as bound:
+        async with http_server(house.bridge, bound):
+            yield bound.getsockname()[1]
+
+
+def chat(**more: object) -> dict[str, object]:
+    """A chat body."""
+    return {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], **more}
+
+
+def completion(**more: object) -> dict[str, object]:
+    """A completions body."""
+    return {"model": MODEL, "prompt": "Once", **more}

@@ -1,0 +1,227 @@
+"""Events: their bytes, their order, and that the short way says what the long way says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.bridge.answers import Gathered, Identity
+from pipeline.bridge.sse import ChatEvents, CompletionEvents, Events, StreamForm
+from schemas.errors import EngineFailed
+from schemas.tokens import TokenDelta, TokenLogprob, TopLogprob, Usage
+
+ABOUT = Identity(id="chatcmpl-1", created=7, model="m", fingerprint="r1")
+USAGE = Usage(prompt_tokens=5, completion_tokens=2, cached_tokens=4)
+KINDS: tuple[type[Events], ...] = (ChatEvents, CompletionEvents)
+
+
+def delta(
+    text: str, reason: str | None = None, index: int = 0, logprobs: Sequence[TokenLogprob] = ()
+) -> TokenDelta:
+    return TokenDelta(
+        request_id="r", epoch=1, number=0, ids=(1,), text=text, index=index, finish_reason=reason,
+        logprobs=tuple(logprobs) or None,
+    )  # fmt: skip
+
+
+def make(
+    kind: type[Events], form: StreamForm | None = None, echoes: Sequence[str] = ("",)
+) -> Events:
+    return kind(ABOUT, form or StreamForm(), prompt_tokens=5, echoes=echoes)
+
+
+def payloads(data: bytes) -> list[dict[str, object]]:
+    """The JSON of all events but ``[DONE]``."""
+    lines = [line for line in data.decode().split("\n") if line.startswith("data: {")]
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def test_chat_transcript() -> None:
+    """The exact bytes of a chat stream: role with the first token, text, one reason, usage,
+    [DONE]."""
+    events = make(ChatEvents, StreamForm(include_usage=True))
+    data = events.delta(0, delta("Hé\n")) + events.delta(0, delta("y", "stop"))
+    data += events.end(["stop"], USAGE)
+    start = (
+        'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":7,"model":"m",'
+        '"system_fingerprint":"r1","choices":['
+    )
+    expected = [
+        start + '{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,'
+        '"finish_reason":null}],"usage":null}',
+        start + '{"index":0,"delta":{"content":"Hé\\n"},"logprobs":null,'
+        '"finish_reason":null}],"usage":null}',
+        start + '{"index":0,"delta":{"content":"y"},"logprobs":null,'
+        '"finish_reason":null}],"usage":null}',
+        start + '{"index":0,"delta":{},"logprobs":null,"finish_reason":"stop"}],"usage":null}',
+        start + '],"usage":{"prompt_tokens":5,"completion_tokens":2,"total_tokens":7,'
+        '"prompt_tokens_details":{"cached_tokens":4}}}',
+        "data: [DONE]",
+        "",
+    ]
+    assert data.decode() == "\n\n".join(expected)
+
+
+def test_completions_transcript() -> None:
+    """The exact bytes of a completions stream with echo: the prompt first; no usage unasked."""
+    events = make(CompletionEvents, echoes=["Once"])
+    data = events.delta(0, delta(" upon")) + events.end(["length"], USAGE)
+    start = (
+        'data: {"id":"chatcmpl-1","object":"text_completion","created":7,"model":"m",'
+        '"system_fingerprint":"r1","choices":[{"index":0,"text":'
+    )
+    expected = [
+        start + '"Once","logprobs":null,"finish_reason":null}]}',
+        start + '" upon","logprobs":null,"finish_reason":null}]}',
+        start + '"","logprobs":null,"finish_reason":"length"}]}',
+        "data: [DONE]",
+        "",
+    ]
+    assert data.decode() == "\n\n".join(expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_event_ids_count_events(kind: type[Events]) -> None:
+    """Asked for, each event but [DONE] has its running number in front, from 1."""
+    events = make(kind, StreamForm(event_ids=True, include_usage=True))
+    data = events.delta(0, delta("a")) + events.delta(0, delta("b")) + events.end(["stop"], USAGE)
+    blocks = data.decode().split("\n\n")[:-2]
+    assert [block.split("\n")[0] for block in blocks] == [
+        f"id: {i + 1}" for i in range(len(blocks))
+    ]
+    assert all(block.split("\n")[1].startswith("data: {") for block in blocks)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_empty_delta_makes_no_event(kind: type[Events]) -> None:
+    """Text that is held back (half a character, maybe a stop string) sends nothing."""
+    events = make(kind)
+    events.delta(0, delta("a"))
+    assert events.delta(0, delta("")) == b""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_follows_a_finish_reason(kind: type[Events]) -> None:
+    """A choice has one finish reason, and it is its last word."""
+    events = make(kind)
+    events.delta(0, delta("a", "length"))
+    assert events.delta(0, delta("b")) == b""
+    assert events.end(["length"], USAGE) == b"data: [DONE]\n\n"
+
+
+def test_a_choice_without_tokens_still_opens_and_closes() -> None:
+    """The end gives each choice that had no token its role and its finish reason."""
+    chunks = payloads(make(ChatEvents).end(["stop"], USAGE))
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert [c["delta"] for c in choices] == [{"role": "assistant", "content": ""}, {}]
+    assert [c["finish_reason"] for c in choices] == [None, "stop"]
+
+
+def test_a_failure_is_an_error_event_without_done() -> None:
+    """A stream that fails says so and does not look complete."""
+    events = make(ChatEvents)
+    assert events.failure(EngineFailed("it broke")) == (
+        b'data: {"error":{"message":"it broke","type":"server_error","param":null,'
+        b'"code":"engine_failed"}}\n\n'
+    )
+
+
+def test_usage_grows_when_asked_for() -> None:
+    """continuous_usage_stats: every chunk carries the usage so far, the last the exact one."""
+    form = StreamForm(include_usage=True, continuous_usage=True)
+    events = make(ChatEvents, form)
+    data = events.delta(0, delta("a")) + events.delta(0, delta("")) + events.delta(0, delta("b"))
+    data += events.end(["stop"], USAGE)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in payloads(data)]
+    assert counts == [0, 1, 3, 3, 2]
+
+
+def some_logprob(text: str, value: float = -0.5) -> TokenLogprob:
+    top = TopLogprob(token_id=2, token="x\ufffd", logprob=float("-inf"))
+    return TokenLogprob(token_id=1, token=text, logprob=value, top=(top,))
+
+
+def test_logprobs_in_chat_form() -> None:
+    """Bytes are null where a token is part of a character; minus infinity is a number."""
+    events = make(ChatEvents)
+    (_, chunk) = payloads(events.delta(0, delta("é", logprobs=[some_logprob("é")])))
+    assert chunk["choices"][0]["logprobs"] == {
+        "content": [
+            {
+                "token": "é",
+                "logprob": -0.5,
+                "bytes": [195, 169],
+                "top_logprobs": [{"token": "x\ufffd", "logprob": -9999.0, "bytes": None}],
+            }
+        ],
+        "refusal": None,
+    }
+
+
+def test_logprobs_in_completions_form() -> None:
+    """Offsets run on over chunks and start after the echo; the chosen token is in its top."""
+    events = make(CompletionEvents, echoes=["Once"])
+    data = events.delta(0, delta("ab", logprobs=[some_logprob("ab")]))
+    data += events.delta(0, delta("", logprobs=[some_logprob("\ufffd")]))
+    data += events.delta(0, delta("é", logprobs=[some_logprob("\ufffd")]))
+    found = [chunk["choices"][0]["logprobs"] for chunk in payloads(data)[1:]]
+    assert [one["text_offset"] for one in found] == [[4], [6], [7]]
+    assert found[0] == {
+        "tokens": ["ab"],
+        "token_logprobs": [-0.5],
+        "top_logprobs": [{"x\ufffd": -9999.0, "ab": -0.5}],
+        "text_offset": [4],
+    }
+
+
+TEXTS = st.text(st.characters(codec="utf-8"), max_size=8)
+FORMS = st.builds(
+    StreamForm, include_usage=st.booleans(), continuous_usage=st.booleans(),
+    event_ids=st.booleans(),
+)  # fmt: skip
+
+
+@given(
+    kind=st.sampled_from(KINDS),
+    form=FORMS,
+    words=st.lists(st.tuples(TEXTS, st.integers(0, 2), st.booleans()), max_size=12),
+)
+def test_a_stream_adds_up_to_the_whole_answer(
+    kind: type[Events], form: StreamForm, words: list[tuple[str, int, bool]]
+) -> None:
+    """For any deltas of three choices: the texts of the stream join to those of the whole answer,
+    each choice ends once, at its end, and usage comes once, at the very end, iff asked for."""
+    events, gathered = make(kind, form, [""] * 3), Gathered([""] * 3)
+    data = b""
+    for text, index, with_logprobs in words:
+        one = delta(text, index=index, logprobs=[some_logprob(text)] if with_logprobs else ())
+        data += events.delta(index, one)
+        gathered.add(index, one)
+    data += events.end(["stop"] * 3, USAGE)
+    assert data.endswith(b"data: [DONE]\n\n")
+    chunks = payloads(data)
+    assert len(chunks) == events.num_events
+    whole = gathered.completion(ABOUT, ["stop"] * 3, USAGE)
+    for choice in range(3):
+        mine = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice]
+        texts = [c["text"] if "text" in c else c["delta"].get("content", "") for c in mine]
+        assert "".join(texts) == whole.choices[choice].text
+        assert [c["finish_reason"] for c in mine] == [None] * (len(mine) - 1) + ["stop"]
+    assert [chunk for chunk in chunks if not chunk["choices"]] == chunks[
+        len(chunks) - form.include_usage :
+    ]
+    assert {chunk["id"] for chunk in chunks} == {"chatcmpl-1"}
+
+
+@given(text=TEXTS)
+def test_the_short_way_writes_what_the_long_way_writes(text: str) -> None:
+    """An event made of constant parts has the same bytes as one that is encoded whole."""
+    for kind in KINDS:
+        short, long = make(kind), make(kind)
+        short.delta(0, delta("first"))
+        long.delta(0, delta("first"))
+        assert short.delta(0, delta(text)) == long._any_delta(0, delta(text))
