@@ -24,6 +24,7 @@ from schemas.errors import ConfigError, MeshError
 
 _LOG_BYTES = 10 * 2**20  # a log file over this becomes <name>.log.1 when its child starts
 _LINE_BYTES = 2**16
+_PASSED_ON = frozenset({"MESH_TRACE_HOPS"})  # no setting: ``mesh bench hop`` asks for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +162,11 @@ class Child:
 
 def inherited_environment() -> dict[str, str]:
     """Our environment without settings: a child gets all of its own by flags."""
-    return {key: value for key, value in os.environ.items() if not key.startswith("MESH_")}
+    return {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith("MESH_") or key in _PASSED_ON
+    }
 
 
 def die_with(supervisor: int, number: signal.Signals) -> Callable[[], None]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 import time
@@ -30,6 +31,7 @@ from infra.config import UpConfig
 from infra.console import UpConsole
 from infra.data_lock import data_lock
 from infra.http_server import bind
+from infra.mesh_file import RunningMesh, mesh_file
 from infra.parse import ModelSource
 from infra.prepare_models import prepare_models
 from infra.task_scope import task_scope
@@ -103,9 +105,8 @@ class Supervisor:
                 await self._until_ready()
                 if not self._stopping.is_set():
                     self._console.greet(self._config)
-                while not self._stopping.is_set():
-                    self._note_ready()
-                    await self._wait_change()
+                    with mesh_file(self._config.bus.data, self._where(url)):
+                        await self._until_stopped()
             finally:
                 await self._drain()
 
@@ -113,6 +114,16 @@ class Supervisor:
         while not self._stopping.is_set() and len(self._ready) < len(self._children):
             self._note_ready()
             await self._wait_change()
+
+    async def _until_stopped(self) -> None:
+        while not self._stopping.is_set():
+            self._note_ready()
+            await self._wait_change()
+
+    def _where(self, url: Url) -> RunningMesh:
+        bridge = self._config.bridge
+        address = f"http://{bridge.host}:{bridge.port}"
+        return RunningMesh(url=address, nats_url=url("client"), pid=os.getpid())
 
     async def _wait_change(self) -> None:
         with contextlib.suppress(TimeoutError):

@@ -55,7 +55,7 @@ CONTROL = Permissions(
 WORKER = Permissions(
     publish=(
         *(f"{ROOT}.{name}.>" for name in ("prefill", "kv-ready", "decode", "token-stream")),
-        *(f"{ROOT}.{name}.>" for name in ("lease", "cancel", "beat", "kv-events")),
+        *(f"{ROOT}.{name}.>" for name in ("lease", "cancel", "beat", "kv-events", "trace")),
         f"{ROOT}.dead",
         f"$JS.ACK.{WORK}.>",
         f"{_API}.CONSUMER.MSG.NEXT.{WORK}.>",
