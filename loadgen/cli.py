@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 DEFAULT_DURATION_S = 30.0
 
-load_app = typer.Typer(help="Send load to a mesh and measure what comes back.")
+load_app = typer.Typer(add_completion=False)
 
 
 @load_app.callback(invoke_without_command=True)
@@ -157,7 +157,7 @@ class _BenchGroup(TyperGroup):
         return typer.main.get_command(app)
 
 
-bench_app = typer.Typer(cls=_BenchGroup, help="Measure one part of the mesh.", no_args_is_help=True)
+bench_app = typer.Typer(cls=_BenchGroup, add_completion=False, no_args_is_help=True)
 
 
 @bench_app.callback()

@@ -40,11 +40,14 @@ INSTANT_SPEED = "1000"
 class HopSettings:
     """What to send, and where: an empty ``nats_url`` means a mesh of our own.
 
+    ``trace_nats_url`` is for a user who may hear the traces: the control's, say.
+
     Raises:
         ConfigError: a number out of its range.
     """
 
     nats_url: str
+    trace_nats_url: str
     model: str
     num_requests: int
     num_warmup: int
@@ -77,6 +80,9 @@ def command(
     nats: Annotated[
         str, typer.Option(help=f"bus of a running mesh whose workers have {TRACE_VARIABLE}=1")
     ] = "",
+    trace_nats: Annotated[
+        str, typer.Option(help="the same bus, as a user who hears mesh.v1.trace.*  [--nats]")
+    ] = "",
     model: Annotated[str, typer.Option(help="model to ask for")] = "smollm2-135m",
     requests: Annotated[int, typer.Option(help="requests to measure")] = 200,
     warmup: Annotated[int, typer.Option(help="requests before them")] = 20,
@@ -92,6 +98,7 @@ def command(
     try:
         settings = HopSettings(
             nats_url=nats,
+            trace_nats_url=trace_nats or nats,
             model=model,
             num_requests=requests,
             num_warmup=warmup,
@@ -117,14 +124,16 @@ async def measure(settings: HopSettings) -> list[RequestHops]:
         NoTrace: the workers do not tell their hops.
         MeshError: whatever else a request failed with.
     """
-    async with _bus_of(settings) as nats_url:
+    async with _bus_of(settings) as (nats_url, trace_nats_url):
         from infra.bus import Bus
         from pipeline.client import MeshClient
 
         traces = HopTraces()
         async with (
             MeshClient.connect(nats_url) as client,
-            await Bus.connect(nats_url, role=user_of(nats_url), name="bench-hop") as bus,
+            await Bus.connect(
+                trace_nats_url, role=user_of(trace_nats_url), name="bench-hop"
+            ) as bus,
         ):
             await bus.subscribe(TRACE_SUBJECTS, lambda message: traces.on_message(message.data))
             for request in settings.workload.warmup(settings.num_warmup):
@@ -169,16 +178,16 @@ def make_result(
 
 
 @asynccontextmanager
-async def _bus_of(settings: HopSettings) -> AsyncGenerator[str, None]:
+async def _bus_of(settings: HopSettings) -> AsyncGenerator[tuple[str, str], None]:
     if settings.nats_url:
-        yield settings.nats_url
+        yield settings.nats_url, settings.trace_nats_url
         return
     from loadgen.bench.own_mesh import own_mesh
 
     flags = ("--engine", "simulated", "--prefill", "1", "--decode", "1")
     env = {TRACE_VARIABLE: "1", "MESH_WORKER_SPEED": INSTANT_SPEED}
-    async with own_mesh(flags, env) as address:
-        yield address.nats_url
+    async with own_mesh(flags, env) as mesh:
+        yield mesh.nats_url, mesh.control_nats_url
 
 
 async def run_one(client: MeshClient, traces: HopTraces, request: LoadRequest) -> RequestHops:

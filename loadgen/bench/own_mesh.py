@@ -9,10 +9,11 @@ import sys
 import tempfile
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
+from infra.config import BusConfig
+from infra.mesh_file import RunningMesh, read_mesh_file
 from schemas.errors import MeshError
 
 START_TIMEOUT_S = 120.0  # the first start may convert a model
@@ -21,24 +22,26 @@ _POLL_S = 0.05
 _LOG_TAIL_BYTES = 2000
 
 
-class MeshAddress(msgspec.Struct, frozen=True):
-    """What ``mesh up`` writes to ``<data>/mesh.json`` once every role is ready."""
-
-    url: str
-    nats_url: str
-    pid: int
-
-
 class MeshNotStarted(MeshError):
     """The child ended, or was not ready in time; the message ends with its last output."""
 
     code = "mesh_not_started"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnMesh:
+    """A mesh that is ready. The control user hears all that is said on its bus."""
+
+    url: str
+    nats_url: str
+    control_nats_url: str
+    pid: int
+
+
 @asynccontextmanager
 async def own_mesh(
     flags: Sequence[str], env: Mapping[str, str] | None = None
-) -> AsyncGenerator[MeshAddress, None]:
+) -> AsyncGenerator[OwnMesh, None]:
     """``mesh up`` with ``flags``, on free ports, ready when the block begins.
 
     Raises:
@@ -57,7 +60,11 @@ async def own_mesh(
                 start_new_session=True,  # a Ctrl-C in the terminal is for the bench, which stops it
             )
             try:
-                yield await _until_ready(child, data)
+                mesh = await _until_ready(child, data)
+                control = BusConfig(data=data).url("control")
+                yield OwnMesh(
+                    url=mesh.url, nats_url=mesh.nats_url, control_nats_url=control, pid=mesh.pid
+                )
             finally:
                 await _stop(child)
 
@@ -67,27 +74,20 @@ def _mesh_script() -> str:
     return str(Path(sys.executable).with_name("mesh"))
 
 
-async def _until_ready(child: asyncio.subprocess.Process, data: Path) -> MeshAddress:
+async def _until_ready(child: asyncio.subprocess.Process, data: Path) -> RunningMesh:
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
             while True:
                 if child.returncode is not None:
                     raise MeshNotStarted(f"mesh up ended with {child.returncode}: {_tail(data)}")
-                address = _read_address(data / "mesh.json")
-                if address is not None:
-                    return address
+                mesh = read_mesh_file(data)
+                if mesh is not None:
+                    return mesh
                 await asyncio.sleep(_POLL_S)
     except TimeoutError:
         raise MeshNotStarted(
             f"mesh up was not ready within {START_TIMEOUT_S:g} s: {_tail(data)}"
         ) from None
-
-
-def _read_address(path: Path) -> MeshAddress | None:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=MeshAddress)
-    except FileNotFoundError:
-        return None
 
 
 def _tail(data: Path) -> str:

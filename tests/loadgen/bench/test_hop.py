@@ -15,6 +15,7 @@ from schemas.tokens import TokenDelta
 
 GOOD: dict[str, Any] = {
     "nats_url": "",
+    "trace_nats_url": "",
     "model": "m",
     "num_requests": 3,
     "num_warmup": 0,

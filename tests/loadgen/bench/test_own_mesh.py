@@ -16,6 +16,8 @@ signal.signal(signal.SIGINT, lambda *_: caught.append(1))
 content = {"url": "http://u", "nats_url": os.environ["SOME_URL"], "pid": os.getpid(), "new": 1}
 with open(folder + "/part", "w") as file:
     json.dump(content, file)
+with open(folder + "/bus.env", "w") as file:
+    file.write("MESH_NATS_URL_CONTROL=nats://c\\n")
 os.rename(folder + "/part", folder + "/mesh.json")
 while not caught:
     signal.pause()
@@ -54,6 +56,7 @@ async def test_the_mesh_is_there_in_the_block_and_gone_afterwards(
     use(monkeypatch, tmp_path, READY)
     async with asyncio.timeout(30), own_mesh(["--both", "1"], {"SOME_URL": "nats://n"}) as mesh:
         assert (mesh.url, mesh.nats_url) == ("http://u", "nats://n")
+        assert mesh.control_nats_url == "nats://c"
         assert is_alive(mesh.pid)
     assert not is_alive(mesh.pid)
 
