@@ -1,53 +1,26 @@
-"""What a body may ask for: one table of ranges, and one of what is not served."""
+"""What a body may ask for: a table of ranges, and one of what is not served."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+from pipeline.limits import RANGES, Range
 from schemas.errors import InvalidRequest
 from schemas.openai import ChatBody, GenerationBody
 
 MAX_MODEL_NAME = 255
 
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """``low`` to ``high``, both included unless ``above`` says that ``low`` is not."""
-
-    low: float
-    high: float
-    above: bool = False
-
-    def holds(self, value: float) -> bool:
-        """Whether ``value`` lies inside."""
-        return (self.low < value if self.above else self.low <= value) and value <= self.high
-
-    def __str__(self) -> str:
-        return f"{'above' if self.above else 'from'} {self.low} to {self.high}"
-
-
-RANGES: dict[str, Range] = {
-    "max_tokens": Range(1, 2**31 - 1),
-    "max_completion_tokens": Range(1, 2**31 - 1),
-    "min_tokens": Range(0, 2**31 - 1),
-    "temperature": Range(0, 2),
-    "top_p": Range(0, 1, above=True),
-    "top_k": Range(-1, 2**31 - 1),
-    "min_p": Range(0, 1),
-    "presence_penalty": Range(-2, 2),
-    "frequency_penalty": Range(-2, 2),
-    "repetition_penalty": Range(0, 100, above=True),
-    "seed": Range(-(2**63), 2**63 - 1),
-    "n": Range(1, 128),
-    "best_of": Range(1, 128),
-    "top_logprobs": Range(0, 20),
+# The body's numbers. What ``SamplingParams`` has under the same name is bounded in one place for
+# HTTP and bus; ``logprobs`` is not here: a number in completions, a boolean in chat.
+BODY_RANGES: dict[str, Range] = {
+    **{name: allowed for name, allowed in RANGES.items() if name != "logprobs"},
+    "top_k": Range(-1, RANGES["top_k"].high),  # -1 is vLLM's word for "off"
+    "max_completion_tokens": RANGES["max_tokens"],
+    "top_logprobs": RANGES["logprobs"],
+    "best_of": RANGES["n"],
     "priority": Range(-(2**31), 2**31 - 1),
 }
-LOGPROBS = Range(0, 20)  # of completions; chat's ``logprobs`` is a boolean
-LOGIT_BIAS = Range(-100, 100)
-
 
 Asks = Callable[[Any], bool]
 _UNSERVED: tuple[tuple[str, Asks, str], ...] = (
@@ -104,17 +77,11 @@ def check(body: GenerationBody) -> None:
     """
     if not 0 < len(body.model) <= MAX_MODEL_NAME:
         raise InvalidRequest(f"model is not 1 to {MAX_MODEL_NAME} characters", param="model")
-    for name, allowed in RANGES.items():
+    for name, (low, high) in BODY_RANGES.items():
         value = getattr(body, name, None)
-        if value is not None:
-            in_range(name, value, allowed)
+        if value is not None and not low <= value <= high:
+            raise InvalidRequest(f"{name} must be from {low} to {high}, not {value}", param=name)
     more = _UNSERVED_IN_CHAT if isinstance(body, ChatBody) else _UNSERVED_IN_COMPLETIONS
     for name, asks, reason in _UNSERVED + more:
         if asks(body):
             raise InvalidRequest(reason, param=name)
-
-
-def in_range(name: str, value: float, allowed: Range) -> None:
-    """Raise InvalidRequest unless ``value`` is ``allowed`` for the field ``name``."""
-    if not allowed.holds(value):
-        raise InvalidRequest(f"{name} is {value}, not {allowed}", param=name)

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pipeline.bridge.checks import LOGIT_BIAS, LOGPROBS, check, in_range
+from pipeline.bridge.checks import check
+from pipeline.limits import check_sampling, check_token_ids
 from schemas.codec import decode_json
 from schemas.errors import InvalidRequest, SchemaError
 from schemas.openai import ChatBody, CompletionBody, GenerationBody, MessageBody
@@ -24,9 +25,8 @@ B = TypeVar("B", bound=GenerationBody)
 
 MAX_CHOICES = 256  # prompts times n of one HTTP request
 COMPLETION_MAX_TOKENS = 16  # what OpenAI's completions do when max_tokens is left out
-MAX_STOP = 4
-MAX_LOGIT_BIAS = 1024
-MAX_TOKEN_ID = 2**32 - 1
+MAX_STOPS = 4  # OpenAI's; the bus takes more
+NUM_IDS = 2**32  # ids travel in 32 bits; admission knows the vocabulary
 
 _MISSING_FIELD = re.compile(r"missing required field '(?P<name>\w+)'")
 # A developer's message is OpenAI's newer name for the system's; chat templates know the older.
@@ -85,8 +85,6 @@ def completion_requests(body: CompletionBody, arrival: Arrival) -> list[Inferenc
         InvalidRequest: as :func:`chat_requests`.
     """
     check(body)
-    if body.logprobs is not None:
-        in_range("logprobs", body.logprobs, LOGPROBS)
     prompts = list(_prompts(body.prompt))
     if len(prompts) * (body.n or 1) > MAX_CHOICES:
         raise InvalidRequest(
@@ -149,61 +147,48 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> Iterator[str | tuple[
 def _token_ids(where: str, ids: Any) -> tuple[int, ...]:
     if not ids:
         raise InvalidRequest("a prompt has no tokens", param=where)
-    if min(ids) < 0 or max(ids) > MAX_TOKEN_ID:
-        raise InvalidRequest(f"a token id is not from 0 to {MAX_TOKEN_ID}", param=where)
-    return tuple(ids)
+    made = tuple(ids)
+    check_token_ids(where, made, NUM_IDS)
+    return made
 
 
 def _sampling(
     body: GenerationBody, *, max_tokens: int | None, logprobs: int | None
 ) -> SamplingParams:
-    min_tokens = body.min_tokens or 0
-    if max_tokens is not None and min_tokens > max_tokens:
-        raise InvalidRequest(f"min_tokens is over max_tokens ({max_tokens})", param="min_tokens")
     given = {
         name: value
         for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty",
-                     "repetition_penalty", "n", "seed")
+                     "repetition_penalty", "min_tokens", "n", "seed")
         if (value := getattr(body, name)) is not None
     }  # fmt: skip
-    return SamplingParams(
+    sampling = SamplingParams(
         max_tokens=max_tokens,
-        min_tokens=min_tokens,
-        top_k=max(body.top_k or 0, 0),  # -1 is vLLM's word for "off"
+        top_k=max(body.top_k or 0, 0),
         logit_bias=_logit_bias(body.logit_bias or {}),
         stop=_stop(body.stop),
-        stop_token_ids=_stop_token_ids(body.stop_token_ids or []),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
         logprobs=logprobs,
         **given,
     )
+    check_sampling(sampling)
+    check_token_ids("stop_token_ids", sampling.stop_token_ids, NUM_IDS)
+    check_token_ids("logit_bias", tuple(sampling.logit_bias), NUM_IDS)
+    return sampling
 
 
 def _logit_bias(given: dict[str, float]) -> dict[int, float]:
-    if len(given) > MAX_LOGIT_BIAS:
-        raise InvalidRequest(f"over {MAX_LOGIT_BIAS} entries", param="logit_bias")
-    bias = {}
-    for key, value in given.items():
-        if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) <= MAX_TOKEN_ID):
+    for key in given:
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
             raise InvalidRequest(f"key {key[:40]!r} is no token id", param="logit_bias")
-        in_range("logit_bias", value, LOGIT_BIAS)
-        bias[int(key)] = value
-    return bias
+    return {int(key): value for key, value in given.items()}
 
 
 def _stop(given: str | list[str] | None) -> tuple[str, ...]:
     stop = (given,) if isinstance(given, str) else tuple(given or ())
-    if len(stop) > MAX_STOP:
-        raise InvalidRequest(f"over {MAX_STOP} stop strings", param="stop")
-    if "" in stop:
-        raise InvalidRequest("a stop string is empty", param="stop")
+    if len(stop) > MAX_STOPS:
+        raise InvalidRequest(f"at most {MAX_STOPS} stop strings", param="stop")
     return stop
-
-
-def _stop_token_ids(ids: list[int]) -> tuple[int, ...]:
-    if ids and (min(ids) < 0 or max(ids) > MAX_TOKEN_ID):
-        raise InvalidRequest(f"a token id is not from 0 to {MAX_TOKEN_ID}", param="stop_token_ids")
-    return tuple(ids)
 
 
 def _request(

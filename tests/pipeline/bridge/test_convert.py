@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.bridge.checks import RANGES
+from pipeline.bridge.checks import BODY_RANGES
 from pipeline.bridge.convert import (
     MAX_CHOICES,
     Arrival,
@@ -148,21 +148,20 @@ def test_a_developer_is_the_system_and_an_assistant_may_say_nothing() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", [name for name in RANGES if name != "best_of"])
+@pytest.mark.parametrize("name", [name for name in BODY_RANGES if name != "best_of"])
 def test_each_range_is_enforced(name: str) -> None:
-    """One step beyond either bound is refused, naming the field; the bounds themselves are not."""
-    allowed = RANGES[name]
-    convert = from_chat
-    extra: dict[str, object] = {"logprobs": True} if name == "top_logprobs" else {}
-    if name in ("min_tokens",):
-        extra = {"max_tokens": 2**31 - 1}
-    below = allowed.low if allowed.above else allowed.low - 1
-    for value in (below, allowed.high + 1):
-        whole = int(value) if float(value).is_integer() else value
-        assert refusal(convert, **extra, **{name: whole}).param == name
-    inside = {int(allowed.high)} if allowed.above else {int(allowed.low), int(allowed.high)}
-    for value in inside:
-        convert(**extra, **{name: value})
+    """Just beyond either bound is refused, naming the field; the bounds themselves are not."""
+    low, high = BODY_RANGES[name]
+    extra: dict[str, object] = {}
+    if name == "top_logprobs":
+        extra = {"logprobs": True}
+    elif name == "min_tokens":
+        extra = {"max_tokens": high}
+    beyond = 0.001 if isinstance(low, float) else 1
+    for value in (low - beyond, high + beyond):
+        assert refusal(from_chat, **extra, **{name: value}).param == name
+    for value in (low + (beyond if name == "top_p" else 0), high):
+        from_chat(**extra, **{name: value})
 
 
 @pytest.mark.parametrize(
@@ -197,6 +196,7 @@ def test_each_range_is_enforced(name: str) -> None:
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
         ({"stop": ""}, "stop"),
+        ({"top_p": 0}, "top_p"),
         ({"stop": [1]}, "stop[0]"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
@@ -248,7 +248,7 @@ def test_what_asks_for_nothing_special_is_taken() -> None:
         ({"prompt": [[1], [2**32]]}, "prompt[1]"),
         ({"prompt": [1.5]}, "prompt[0]"),
         ({"prompt": ["a"] * (MAX_CHOICES + 1)}, "prompt"),
-        ({"prompt": ["a"] * 3, "n": 128}, "prompt"),
+        ({"prompt": ["a"] * 5, "n": 64}, "prompt"),
         ({"suffix": "end"}, "suffix"),
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": 1, "echo": True}, "logprobs"),
