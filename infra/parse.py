@@ -96,7 +96,12 @@ def process_name(raw: object) -> str:
 
 def path(raw: object) -> Path:
     """An absolute path; ``~`` is the home directory."""
-    return Path(text(raw) if not isinstance(raw, Path) else raw).expanduser().absolute()
+    if not isinstance(raw, str) or not raw.strip():
+        raise ValueError(f"{raw!r} is no path")
+    try:
+        return Path(raw).expanduser().absolute()
+    except RuntimeError as error:  # ~somebody, whom this machine does not know
+        raise ValueError(f"{raw!r}: {error}") from error
 
 
 def size_bytes(low: int) -> Callable[[object], int]:

@@ -63,7 +63,7 @@ class RoleContext:
     health: Health
     metrics: Metrics
     log: Logger
-    tasks: asyncio.TaskGroup
+    tasks: asyncio.TaskGroup = field(init=False)
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     describe: Callable[[Beat], Beat] = lambda beat: beat
     health_port: int = 0
@@ -197,26 +197,27 @@ async def _serve(process: str, kind: Kind, config: RoleConfig, body: Body, log: 
     bound = bind(config.health_host, config.health_port, key=f"{kind}.health_port")
     bus = await Bus.connect(config.bus.url(kind), role=kind, name=process, times=times)
     try:
-        async with task_scope() as tasks:
-            ctx = RoleContext(
-                process=process,
-                kind=kind,
-                bus=bus,
-                times=times,
-                health=Health(),
-                metrics=Metrics(process_facts=True),
-                log=log,
-                tasks=tasks,
-                health_port=bound.getsockname()[1],
-            )
-            ctx.health.set(kind, False, "starting")
-            async with http_server(health_app(process, ctx.health, ctx.metrics), bound):
+        ctx = RoleContext(
+            process=process,
+            kind=kind,
+            bus=bus,
+            times=times,
+            health=Health(),
+            metrics=Metrics(process_facts=True),
+            log=log,
+            health_port=bound.getsockname()[1],
+        )
+        ctx.health.set(kind, False, "starting")
+        try:
+            async with (
+                task_scope() as tasks,
+                http_server(health_app(process, ctx.health, ctx.metrics), bound),
+            ):
                 tasks.create_task(_beat_for_ever(ctx), name="beats")
                 tasks.create_task(_watch(ctx), name="bus watch")
-                try:
-                    await _run_body(ctx, body, config.grace_s)
-                finally:
-                    await _send(ctx, ctx.beat("gone"))
+                await _run_body(ctx, body, config.grace_s)
+        finally:  # when no other beat can follow
+            await _send(ctx, ctx.beat("gone"))
     finally:
         bound.close()
         await bus.close()
