@@ -36,6 +36,7 @@ class KvReady(Message, frozen=True, kw_only=True, tag="kv-ready/1"):
     request_id: str
     epoch: int
     after_seq: int
+    reader: str
     worker: str
     handle: KvHandle
     tokens: tuple[bytes, ...]  # per choice, packed uint32: all tokens published so far

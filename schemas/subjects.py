@@ -89,6 +89,11 @@ def check_reader(reader: str) -> str:
     return reader
 
 
+def default_reader(request_id: str) -> str:
+    """Where the tokens of a request go that names no reader."""
+    return f"client.{check_request_id(request_id)}"
+
+
 def _worker(worker: str) -> str:
     if not _TOKEN.match(worker):
         raise SchemaError(f"{worker!r} is no worker id", param="worker")

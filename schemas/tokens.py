@@ -6,9 +6,11 @@ entry its meaning are in ``pipeline/ownership.py``.
 
 from __future__ import annotations
 
+from typing import cast
+
 import msgspec
 
-from schemas.codec import Message
+from schemas.codec import Message, decode
 from schemas.errors import ErrorInfo
 
 
@@ -119,3 +121,13 @@ class Expired(Message, frozen=True, kw_only=True, tag="expired/1"):
 ChainEntry = Claim | StreamEnd | StreamError | Cancelled | Expired
 ReaderMessage = TokenBatch | Accepted
 StreamMessage = TokenBatch | Accepted | Claim | StreamEnd | StreamError | Cancelled | Expired
+
+
+def decode_chain_entry(data: bytes) -> ChainEntry:
+    """One entry of a claim chain; SchemaError as :func:`schemas.codec.decode`."""
+    return decode(data, cast("type[ChainEntry]", ChainEntry))
+
+
+def decode_stream_message(data: bytes) -> StreamMessage:
+    """Anything that a reader may receive; SchemaError as :func:`schemas.codec.decode`."""
+    return decode(data, cast("type[StreamMessage]", StreamMessage))

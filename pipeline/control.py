@@ -1,0 +1,104 @@
+"""The control process: admission, router and take-over, in one event loop.
+
+Any number of control processes may run: they share their consumers, and whatever two of them
+decide at once is settled by record and claim.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+from infra.bus import admission_consumer, kv_ready_consumer
+from infra.config import ControlConfig
+from infra.model_folder import ModelFolder, open_model_folder
+from infra.process import RoleContext
+from infra.task_scope import task_scope
+from pipeline.admission import Admission
+from pipeline.claim_chain import ClaimChain
+from pipeline.fleet import Fleet
+from pipeline.placement import LeastLoaded
+from pipeline.registry import Registry
+from pipeline.router import Router
+from pipeline.stage import Stage, StageContext, parse_as
+from pipeline.takeover import TakeOver
+from pipeline.tokenizing import ChatTokenizer
+from schemas.kv import KvReady
+from schemas.models import ModelCard
+from schemas.requests import InferenceRequest
+from schemas.subjects import served
+
+
+async def serve_control(ctx: RoleContext, config: ControlConfig) -> None:
+    """Run until the process drains.
+
+    Raises:
+        ModelUnsupported: a model folder can't be served.
+    """
+    bus = ctx.bus
+    stage_ctx = StageContext(
+        bus=bus, chain=ClaimChain(bus), metrics=ctx.metrics, log=ctx.log, process=ctx.process
+    )
+    fleet = Fleet(bus.times.dead_s, time.monotonic())
+    placement = LeastLoaded(fleet)
+    registry = Registry(bus)
+    admission = Admission(stage_ctx, registry, placement)
+    await registry.start()
+    for source in config.models:
+        await _register(registry, admission, source.name, Path(source.source))
+    admit: Stage[InferenceRequest] = Stage(
+        stage_ctx,
+        "admission",
+        admission_consumer(bus.times),
+        admission.parse,
+        admission.reader_of,
+        admission.handle,
+    )
+    route: Stage[KvReady] = Stage(
+        stage_ctx,
+        "kv-ready",
+        kv_ready_consumer(bus.times),
+        parse_as(KvReady),
+        lambda ready: ready.reader,
+        Router(stage_ctx, placement).handle,
+    )
+    takeover = TakeOver(bus, stage_ctx.chain, fleet, ctx.metrics, ctx.log)
+    async with task_scope() as tasks:
+        tasks.create_task(takeover.run(), name="take-over")
+        tasks.create_task(registry.run(), name="registry")
+        tasks.create_task(_stop_when_draining(ctx, admit, route), name="drain")
+        ctx.ready()
+        async with asyncio.TaskGroup() as stages:
+            stages.create_task(admit.run(), name="admission")
+            stages.create_task(route.run(), name="kv-ready")
+
+
+async def _stop_when_draining(
+    ctx: RoleContext, admit: Stage[InferenceRequest], route: Stage[KvReady]
+) -> None:
+    await ctx.draining.wait()
+    admit.stop()
+    route.stop()
+
+
+async def _register(registry: Registry, admission: Admission, name: str, folder: Path) -> None:
+    facts = await asyncio.to_thread(open_model_folder, folder)
+    tokenizer = await asyncio.to_thread(ChatTokenizer, folder)
+    card = _card(name, facts, tokenizer)
+    admission.load(card, tokenizer)
+    await registry.register(card)
+
+
+def _card(name: str, facts: ModelFolder, tokenizer: ChatTokenizer) -> ModelCard:
+    return ModelCard(
+        name=name,
+        revision=facts.revision,
+        served=served(name, facts.revision),
+        folder=str(facts.path),
+        architecture=facts.architecture,
+        context_length=facts.context_length,
+        vocab_size=facts.vocab_size,
+        has_chat_template=tokenizer.has_chat_template,
+        created_unix_s=int(time.time()),
+    )

@@ -1,0 +1,100 @@
+"""Who is alive, as one listener judges from heartbeats. Pure: beats and the time are passed in.
+
+Silent for ``dead_s`` is dead; a closed socket says nothing. A listener that did not hear the bus
+itself may not judge: after its own pause every count starts anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from schemas.control import Beat
+
+
+@dataclass(slots=True)
+class Member:
+    """A process and when it was last heard."""
+
+    beat: Beat
+    heard_s: float  # monotonic
+
+
+class Fleet:
+    """The processes of the mesh.
+
+    Args:
+        dead_s: silence after which a process is dead.
+        now_s: monotonic time at which this listener began to listen.
+    """
+
+    def __init__(self, dead_s: float, now_s: float) -> None:
+        self._dead_s = dead_s
+        self._members: dict[str, Member] = {}  # by process
+        self._dead_workers: dict[str, float] = {}  # verdicts and when; ids never come back
+        self._verdicts: list[Beat] = []
+        self._listening_since_s = now_s
+
+    def hear(self, beat: Beat, now_s: float) -> None:
+        """Take a heartbeat. One that says "gone" is a verdict: no need to wait for silence."""
+        if beat.state == "gone":
+            known = self._members.pop(beat.process, None)
+            self._bury(known.beat if known else beat, now_s)
+        elif not (beat.worker and beat.worker in self._dead_workers):
+            self._members[beat.process] = Member(beat, now_s)
+
+    def listen_anew(self, now_s: float) -> None:
+        """The listener was away: nobody is judged by what it did not hear."""
+        self._listening_since_s = now_s
+
+    def judge(self, now_s: float) -> None:
+        """Declare dead who has been silent for too long."""
+        for process, member in list(self._members.items()):
+            last_s = max(member.heard_s, self._listening_since_s)
+            if now_s - last_s > self._dead_s:
+                del self._members[process]
+                self._bury(member.beat, now_s)
+
+    def take_verdicts(self) -> list[Beat]:
+        """The last beats of workers declared dead since the last call."""
+        verdicts, self._verdicts = self._verdicts, []
+        return verdicts
+
+    def is_dead(self, worker: str, now_s: float) -> bool:
+        """Whether ``worker`` was declared dead, or has never been heard although we listened
+        for long enough."""
+        if worker in self._dead_workers:
+            return True
+        if any(member.beat.worker == worker for member in self._members.values()):
+            return False
+        return now_s - self._listening_since_s > self._dead_s
+
+    def workers(self, served: str, role: str) -> list[Beat]:
+        """Live workers that take tasks of ``role`` for ``served``, by worker id."""
+        found = [
+            member.beat
+            for member in self._members.values()
+            if member.beat.served == served
+            and role in member.beat.roles
+            and member.beat.state == "ready"
+        ]
+        return sorted(found, key=lambda beat: beat.worker)
+
+    def worker(self, worker: str) -> Beat | None:
+        """The last beat of a live worker."""
+        for member in self._members.values():
+            if member.beat.worker == worker:
+                return member.beat
+        return None
+
+    def members(self) -> list[Beat]:
+        """The last beat of everybody alive, by process id."""
+        return [self._members[process].beat for process in sorted(self._members)]
+
+    def forget_verdicts(self, older_than_s: float) -> None:
+        """Drop verdicts from before ``older_than_s``: their requests are long over."""
+        self._dead_workers = {w: s for w, s in self._dead_workers.items() if s >= older_than_s}
+
+    def _bury(self, beat: Beat, now_s: float) -> None:
+        if beat.worker and beat.worker not in self._dead_workers:
+            self._dead_workers[beat.worker] = now_s
+            self._verdicts.append(beat)

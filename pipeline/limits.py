@@ -1,0 +1,79 @@
+"""What sampling parameters may be: one table, checked for HTTP and bus alike."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from schemas.errors import InvalidRequest
+from schemas.requests import SamplingParams
+
+
+class Range(NamedTuple):
+    """Inclusive bounds of a number."""
+
+    low: float
+    high: float
+
+
+RANGES: dict[str, Range] = {
+    "max_tokens": Range(1, 2**31 - 1),
+    "min_tokens": Range(0, 2**31 - 1),
+    "temperature": Range(0.0, 2.0),
+    "top_p": Range(0.0, 1.0),
+    "top_k": Range(0, 2**31 - 1),
+    "min_p": Range(0.0, 1.0),
+    "presence_penalty": Range(-2.0, 2.0),
+    "frequency_penalty": Range(-2.0, 2.0),
+    "repetition_penalty": Range(0.01, 10.0),
+    "seed": Range(-(2**63), 2**64 - 1),
+    "logprobs": Range(0, 20),
+    "n": Range(1, 64),
+}
+LOGIT_BIAS = Range(-100.0, 100.0)
+MAX_STOPS = 16
+MAX_STOP_CHARS = 512
+MAX_BIASED_TOKENS = 1024
+
+
+def check_number(field: str, value: float | None) -> None:
+    """Raise InvalidRequest, naming ``field``, when ``value`` lies outside its range."""
+    low, high = RANGES[field]
+    if value is not None and not (math.isfinite(value) and low <= value <= high):
+        raise InvalidRequest(f"{field} must be from {low} to {high}, not {value}", param=field)
+
+
+def check_sampling(params: SamplingParams) -> None:
+    """Check every field of ``params`` that needs no model.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
+    for field in RANGES:
+        check_number(field, getattr(params, field))
+    if params.top_p == 0:
+        raise InvalidRequest("top_p must be over 0", param="top_p")
+    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        raise InvalidRequest("min_tokens may not be over max_tokens", param="min_tokens")
+    check_stops(params.stop)
+    if len(params.stop_token_ids) > MAX_STOPS:
+        raise InvalidRequest(f"at most {MAX_STOPS} stop ids", param="stop_token_ids")
+    if len(params.logit_bias) > MAX_BIASED_TOKENS:
+        raise InvalidRequest(f"at most {MAX_BIASED_TOKENS} tokens", param="logit_bias")
+    for bias in params.logit_bias.values():
+        if not (math.isfinite(bias) and LOGIT_BIAS.low <= bias <= LOGIT_BIAS.high):
+            raise InvalidRequest("a bias must be from -100 to 100", param="logit_bias")
+
+
+def check_stops(stops: tuple[str, ...]) -> None:
+    """Raise InvalidRequest unless ``stops`` are few, short and not empty."""
+    if len(stops) > MAX_STOPS:
+        raise InvalidRequest(f"at most {MAX_STOPS} stop strings", param="stop")
+    if not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
+        raise InvalidRequest(f"a stop string has 1 to {MAX_STOP_CHARS} characters", param="stop")
+
+
+def check_token_ids(field: str, ids: tuple[int, ...], vocab_size: int) -> None:
+    """Raise InvalidRequest, naming ``field``, when an id is not in the vocabulary."""
+    if any(not 0 <= token_id < vocab_size for token_id in ids):
+        raise InvalidRequest(f"token ids are from 0 to {vocab_size - 1}", param=field)

@@ -1,0 +1,275 @@
+"""Reading the token streams of many requests that share one reader.
+
+``StreamHub.on_message`` gets every message of the reader in stream order and hands it to the
+:class:`TokenStream` of its request; what counts is decided by ``pipeline/ownership.py``. Nothing
+here publishes except the end of a request that its reader gives up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from types import TracebackType
+from typing import Self
+
+from pipeline.claim_chain import ClaimChain
+from pipeline.ownership import RequestView
+from schemas import subjects
+from schemas.errors import (
+    DeadlineExceeded,
+    EngineFailed,
+    MeshError,
+    RequestCancelled,
+    SchemaError,
+    from_info,
+)
+from schemas.tokens import (
+    Accepted,
+    Cancelled,
+    ChainEntry,
+    Claim,
+    Expired,
+    StreamEnd,
+    StreamError,
+    TokenBatch,
+    TokenDelta,
+    decode_stream_message,
+)
+
+QUIET_S = 1.0  # silence after which a waiting stream asks whether it missed something
+
+
+class StreamHub:
+    """The requests that one reader is waiting for.
+
+    Args:
+        tell_worker: the quick word to a worker that a request ended on its chain; None leaves it
+            to the router.
+        check: asks the stream whether the reader missed anything; called at most once per
+            ``QUIET_S``, and only while some request waits in silence.
+    """
+
+    def __init__(
+        self,
+        chain: ClaimChain,
+        now_unix_ms: Callable[[], int],
+        tell_worker: Callable[[str, str], Awaitable[None]] | None,
+        check: Callable[[], None],
+    ) -> None:
+        self.chain = chain
+        self.now_unix_ms = now_unix_ms
+        self.tell_worker = tell_worker
+        self.num_undecodable = 0
+        self._check = check
+        self._last_check_s = 0.0
+        self._streams: dict[str, TokenStream] = {}
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def open(
+        self, request_id: str, reader: str, deadline_unix_ms: int, from_number: int = 0
+    ) -> TokenStream:
+        """Start to listen for a request; call before it is published."""
+        stream = TokenStream(self, request_id, reader, deadline_unix_ms, from_number)
+        self._streams[request_id] = stream
+        return stream
+
+    def forget(self, stream: TokenStream) -> None:
+        """Stop to listen for a request."""
+        if self._streams.get(stream.request_id) is stream:
+            del self._streams[stream.request_id]
+
+    def on_message(self, seq: int, subject: str, data: bytes) -> None:
+        """One message of the reader, in stream order."""
+        try:
+            message = decode_stream_message(data)
+        except SchemaError:
+            self.num_undecodable += 1  # from a newer peer: what we don't know we can't need
+            return
+        if isinstance(message, TokenBatch):
+            for delta in message.deltas:
+                stream = self._streams.get(delta.request_id)
+                if stream is not None:
+                    stream.on_delta(delta)
+        elif (stream := self._streams.get(message.request_id)) is not None:
+            if isinstance(message, Accepted):
+                stream.on_accepted(message)
+            else:
+                stream.on_entry(seq, message)
+
+    def check_if_quiet(self) -> None:
+        """Ask the stream whether something was missed, unless that was done just now."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s - self._last_check_s >= QUIET_S:
+            self._last_check_s = now_s
+            self._check()
+
+
+class TokenStream:
+    """One request as its client reads it: every token once, in order, then one end.
+
+    Iterate over it, or call :meth:`next_deltas`. After the last token ``end`` is set. What ends
+    a request otherwise is raised: what admission refused, DeadlineExceeded, RequestCancelled, or
+    the error that a worker met.
+
+    As a context manager it cancels the request when left before the end.
+    """
+
+    def __init__(
+        self,
+        hub: StreamHub,
+        request_id: str,
+        reader: str,
+        deadline_unix_ms: int,
+        from_number: int = 0,
+    ) -> None:
+        self.request_id = request_id
+        self.reader = reader
+        self.deadline_unix_ms = deadline_unix_ms
+        self.end: StreamEnd | None = None
+        self.view = RequestView(request_id)
+        self._hub = hub
+        self._from_number = from_number
+        self._ready: list[TokenDelta] = []  # bounded by max_tokens * n of the request
+        self._accepted: Accepted | None = None
+        self._wake = asyncio.Event()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything was heard of the request."""
+        return self._accepted is not None or self.view.chain_seq > 0
+
+    async def accepted(self) -> Accepted:
+        """Admission's word that the request is in.
+
+        Raises:
+            MeshError: it was refused (ModelNotFound, InvalidRequest, ContextTooLong, QueueFull),
+                or ended before it began.
+        """
+        while self._accepted is None:
+            if self.view.terminal is not None:
+                self._hub.forget(self)
+                raise _error_of(self.view.terminal)
+            await self._wait()
+        return self._accepted
+
+    async def next_deltas(self) -> list[TokenDelta]:
+        """Everything that came since the last call, at least one delta.
+
+        Returns:
+            [] when the request is complete; ``end`` is set then.
+
+        Raises:
+            MeshError: the request ended otherwise.
+        """
+        while not self._ready:
+            if self.view.terminal is not None:
+                self.end = self._complete_or_raise()
+                self._hub.forget(self)
+                return []
+            await self._wait()
+        ready, self._ready = self._ready, []
+        return ready
+
+    async def __aiter__(self) -> AsyncIterator[TokenDelta]:
+        """All deltas to the end."""
+        while deltas := await self.next_deltas():
+            for delta in deltas:
+                yield delta
+
+    async def cancel(self, reason: str = "") -> None:
+        """End the request, wherever it is. Nothing happens when it has ended already."""
+        await self._end(Cancelled(request_id=self.request_id, reason=reason))
+
+    async def aclose(self) -> None:
+        """Stop reading; a request that has not ended is cancelled."""
+        if self.view.terminal is None:
+            await self.cancel("reader left")
+        self._hub.forget(self)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    def on_accepted(self, message: Accepted) -> None:
+        """From the hub."""
+        self._accepted = message
+        self.deadline_unix_ms = message.deadline_unix_ms
+        self._wake.set()
+
+    def on_delta(self, delta: TokenDelta) -> None:
+        """From the hub."""
+        ready = self.view.apply_delta(delta)
+        if self._from_number:
+            ready = [d for d in ready if d.number >= self._from_number]
+        if ready:
+            self._ready += ready
+            self._wake.set()
+
+    def on_entry(self, seq: int, entry: ChainEntry) -> None:
+        """From the hub."""
+        self.view.apply_entry(seq, entry)
+        if self.view.terminal is not None:
+            self._wake.set()
+
+    async def _wait(self) -> None:
+        """Until something came; a request past its deadline is ended here."""
+        self._wake.clear()
+        left_s = (self.deadline_unix_ms - self._hub.now_unix_ms()) / 1000
+        if left_s <= 0:
+            await self._end(Expired(request_id=self.request_id))
+            return
+        try:
+            async with asyncio.timeout(min(left_s, QUIET_S)):
+                await self._wake.wait()
+        except TimeoutError:
+            self._hub.check_if_quiet()
+
+    async def _end(self, entry: Cancelled | Expired) -> None:
+        """Put a terminal entry on the chain and tell the worker that computes."""
+        if self.view.terminal is not None:
+            return
+        claim = self.view.claim
+        tip = await self._hub.chain.end(self.reader, entry)
+        if tip.entry is not None:
+            self.on_entry(tip.seq, tip.entry)
+        if claim is not None and self._hub.tell_worker is not None:
+            await self._hub.tell_worker(claim.worker, self.request_id)
+
+    def _complete_or_raise(self) -> StreamEnd:
+        terminal = self.view.terminal
+        if not isinstance(terminal, StreamEnd):
+            self._hub.forget(self)
+            raise _error_of(terminal)
+        num_tokens = tuple(len(run) for run in self.view.tokens(len(terminal.num_tokens)))
+        if num_tokens != terminal.num_tokens:
+            self._hub.forget(self)
+            raise EngineFailed(
+                f"the stream holds {num_tokens} tokens, its end says {terminal.num_tokens}"
+            )
+        return terminal
+
+
+def _error_of(terminal: ChainEntry | None) -> MeshError:
+    match terminal:
+        case StreamError(error=info):
+            return from_info(info)
+        case Expired():
+            return DeadlineExceeded("the request's deadline passed before it ended")
+        case Cancelled(reason=reason):
+            return RequestCancelled(reason or "cancelled")
+        case Claim() | None | StreamEnd():
+            return EngineFailed("the request ended before it was accepted")
+
+
+def reader_of(user: str, name: str) -> str:
+    """The reader ``<broker user>.<name>``, checked."""
+    return subjects.check_reader(f"{user}.{name}")

@@ -1,0 +1,295 @@
+"""From claimed requests to tokens on the stream.
+
+    run(claimed)  ->  engine  ->  reports  ->  one TokenBatch per reader and step
+                                  held      ->  lease, KvReady
+                                  finished  ->  every token confirmed, then StreamEnd
+                                  failed    ->  StreamError
+
+Reports are handled in order by one task. What happens once per request waits for the broker in a
+task of its own, so that no request delays the tokens of another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+
+from infra.bus import Bus, TokenWriter
+from infra.log import Logger
+from infra.metrics import Metrics
+from infra.task_scope import task_scope
+from pipeline.prefix_hash import salt_of
+from schemas import subjects
+from schemas.codec import encode
+from schemas.errors import BusUnavailable, EngineFailed, MeshError, NoCapacity
+from schemas.tokens import StreamEnd, TokenBatch, TokenDelta, Usage
+from workers.claims import Claimed, Claims
+from workers.engine.api import (
+    EngineApi,
+    EngineRequest,
+    FinishedRequest,
+    HeldRequest,
+    StepReport,
+    TokenOutput,
+)
+from workers.engine.thread import EngineThread
+from workers.hops import HopTrace
+
+ENGINE_CALL_S = 10.0  # an engine that does not answer for so long is stuck
+_FLUSH_S = 2.0
+_RETRY_S = 0.1
+
+
+class Running:
+    """A claimed request in the engine, and the tokens it has by now."""
+
+    __slots__ = (
+        "claimed",
+        "finished",
+        "first_token_s",
+        "num_cached_tokens",
+        "num_new_tokens",
+        "started_s",
+        "tokens",
+    )
+
+    def __init__(self, claimed: Claimed, num_cached_tokens: int) -> None:
+        num_choices = claimed.record.sampling.n
+        self.claimed = claimed
+        self.num_cached_tokens = num_cached_tokens  # as the prefill worker found them
+        self.tokens = [list(run) for run in claimed.tokens or ((),) * num_choices]
+        self.finished = list(claimed.finished or ("",) * num_choices)
+        self.num_new_tokens = 0
+        self.started_s = time.perf_counter()
+        self.first_token_s = 0.0
+
+    def take(self, output: TokenOutput) -> TokenDelta:
+        """Note a new token; the delta that tells of it."""
+        self.num_new_tokens += 1
+        self.first_token_s = self.first_token_s or time.perf_counter()
+        self.tokens[output.index].append(output.token_id)
+        self.finished[output.index] = output.finish_reason or ""
+        return TokenDelta(
+            request_id=self.claimed.record.request_id,
+            epoch=self.claimed.epoch,
+            number=output.number,
+            ids=(output.token_id,),
+            text=output.text,
+            index=output.index,
+            finish_reason=output.finish_reason,
+            logprobs=None if output.logprob is None else (output.logprob,),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Import:
+    """Blocks that were filled from outside for a request."""
+
+    blocks: tuple[int, ...] = ()
+    num_tokens: int = 0
+
+
+NOTHING_IMPORTED = Import()
+
+
+class Execution:
+    """Runs claimed requests of one worker id.
+
+    Args:
+        writer: of this process; tokens of all requests pass it.
+        hand_over: what to do with a request that is held after its first token: prefill workers
+            give a lease and publish KvReady. None: requests are not held.
+        on_capacity: called when a request left, so that stages pull at once.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        claims: Claims,
+        engine: EngineThread,
+        writer: TokenWriter,
+        metrics: Metrics,
+        log: Logger,
+        *,
+        fingerprint: str,
+        hand_over: Callable[[Running, HeldRequest], None] | None = None,
+        on_capacity: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.trace = HopTrace(bus, claims.worker)
+        self._bus = bus
+        self._claims = claims
+        self._engine = engine
+        self._writer = writer
+        self._metrics = metrics
+        self._log = log
+        self._fingerprint = fingerprint
+        self._hand_over = hand_over
+        self._on_capacity = on_capacity
+        self._running: dict[str, Running] = {}
+        # Bounded by what the running requests may still generate; the writer's ring is full then.
+        self._reports: asyncio.Queue[StepReport] = asyncio.Queue()
+        self._tasks: asyncio.TaskGroup | None = None
+
+    @property
+    def num_running(self) -> int:
+        """Requests that are claimed and have neither ended nor been handed on."""
+        return len(self._running)
+
+    def running(self) -> list[Claimed]:
+        """Those requests."""
+        return [running.claimed for running in self._running.values()]
+
+    def on_report(self, report: StepReport) -> None:
+        """From the engine's thread, on the loop."""
+        self._reports.put_nowait(report)
+
+    async def run(self) -> None:
+        """Publish what the engine reports, until cancelled."""
+        async with task_scope() as self._tasks:
+            while True:
+                report = await self._reports.get()
+                await self._publish(report)
+
+    def spawn(self, work: Coroutine[None, None, None], name: str) -> None:
+        """Let ``work`` run beside, as long as this execution does."""
+        assert self._tasks is not None, "run comes first"
+        self._tasks.create_task(work, name=name)
+
+    async def start(
+        self,
+        claimed: Claimed,
+        imported: Import = NOTHING_IMPORTED,
+        num_cached_tokens: int = 0,
+    ) -> None:
+        """Give a claimed request to the engine. Whatever fails here ends or gives back the
+        request: the caller owes nothing any more."""
+        sampling = claimed.record.sampling
+        record = claimed.record
+        request = EngineRequest(
+            key=claimed.key,
+            prompt_ids=claimed.prompt_ids,
+            sampling=sampling,
+            salt=salt_of(record.revision, self._fingerprint, record.tenant, record.cache_salt),
+            tokens=claimed.tokens,
+            finished=claimed.finished,
+            hold_after_first=self._hand_over is not None and claimed.role == "prefill",
+            imported_blocks=imported.blocks,
+            num_imported_tokens=imported.num_tokens,
+        )
+        self._running[claimed.key] = Running(claimed, num_cached_tokens)
+        try:
+            async with asyncio.timeout(ENGINE_CALL_S):
+                await self._engine.call(lambda engine: engine.add(request))
+        except NoCapacity as error:
+            await self._abandon(claimed, EngineFailed(f"larger than any pool: {error.message}"))
+        except MeshError as error:
+            await self._abandon(claimed, error)
+        except TimeoutError:
+            await self._abandon(claimed, EngineFailed("the engine does not answer"))
+
+    def drop(self, claimed: Claimed) -> None:
+        """Forget a request that is not ours any more, and give back what it holds."""
+        if self._running.pop(claimed.key, None) is not None:
+            self.release(claimed.key)
+            self._on_capacity()
+
+    def release(self, key: str) -> None:
+        """Give back what ``key`` holds in the engine."""
+
+        def release(engine: EngineApi) -> None:
+            engine.release(key)
+
+        self._engine.post(release)
+
+    async def _abandon(self, claimed: Claimed, error: MeshError) -> None:
+        self.drop(claimed)
+        self.release(claimed.key)
+        if error.retryable:
+            await self._claims.give_back(claimed, error.code)
+        else:
+            await self._claims.fail(claimed, error)
+
+    # Reports ---------------------------------------------------------------------------------
+
+    async def _publish(self, report: StepReport) -> None:
+        by_reader: dict[str, list[TokenDelta]] = {}
+        for output in report.outputs:
+            running = self._running.get(output.key)
+            if running is None:
+                continue  # cancelled or given up while this step ran
+            by_reader.setdefault(running.claimed.reader, []).append(running.take(output))
+        is_last = bool(report.finished or report.held)
+        for reader, deltas in by_reader.items():
+            await self._write(reader, deltas, ask=is_last)
+        self._metrics.tokens_generated.inc(len(report.outputs))
+        self._metrics.tokens_computed.inc(report.num_computed_tokens)
+        for finished in report.finished:
+            if (running := self._running.get(finished.key)) is not None:
+                self.spawn(self._end(running, finished), f"end {finished.key}")
+        for held in report.held:
+            if (running := self._running.pop(held.key, None)) is not None:
+                self._log_stage(running, "held", held.num_cached_tokens)
+                assert self._hand_over is not None, "nothing is held without a hand-over"
+                self._hand_over(running, held)
+        for failed in report.failed:
+            if (running := self._running.get(failed.key)) is not None:
+                error = EngineFailed(f"the engine failed on this request: {failed.message}")
+                self._log.error("request_failed", key=failed.key, reason=failed.message)
+                self.spawn(self._abandon(running.claimed, error), f"fail {failed.key}")
+
+    async def _write(self, reader: str, deltas: list[TokenDelta], *, ask: bool) -> None:
+        batch = TokenBatch(worker=self._claims.worker, deltas=tuple(deltas))
+        await self._writer.until_room()
+        await self._writer.put(subjects.token_stream(reader), encode(batch), ask=ask)
+        for delta in deltas:
+            await self.trace.mark(delta.request_id, "token_written", delta.number)
+
+    async def _end(self, running: Running, finished: FinishedRequest) -> None:
+        """Every token confirmed, then the end; through outages, until the deadline."""
+        claimed = running.claimed
+        num_prompt = len(claimed.record.prompt_ids) // 4
+        num_cached = min(running.num_cached_tokens + finished.num_cached_tokens, num_prompt)
+        entry = StreamEnd(
+            request_id=claimed.record.request_id,
+            epoch=claimed.epoch,
+            num_tokens=finished.num_tokens,
+            finish_reasons=finished.finish_reasons,
+            usage=Usage(
+                prompt_tokens=num_prompt,
+                completion_tokens=sum(finished.num_tokens),
+                cached_tokens=num_cached,
+            ),
+        )
+        outcome = "expired"
+        while self._bus.now_unix_ms() < claimed.record.deadline_unix_ms:
+            try:
+                await self._writer.flush(_FLUSH_S)
+                seq = await self._claims.chain.append(claimed.reader, entry, claimed.seq)
+            except BusUnavailable:
+                await asyncio.sleep(_RETRY_S)
+                continue
+            outcome = "superseded" if seq is None else "ended"
+            break
+        self._running.pop(claimed.key, None)
+        self._on_capacity()
+        self._log_stage(running, outcome, finished.num_cached_tokens)
+
+    def _log_stage(self, running: Running, outcome: str, num_cached_tokens: int) -> None:
+        """The canonical line of this stage, and the tokens found in the cache."""
+        self._metrics.tokens_cached.inc(num_cached_tokens)
+        claimed, now_s = running.claimed, time.perf_counter()
+        first_s = running.first_token_s or now_s
+        self._log.info(
+            "request_executed",
+            stage=claimed.role,
+            outcome=outcome,
+            request_id=claimed.record.request_id,
+            epoch=claimed.epoch,
+            prompt_tokens=len(claimed.record.prompt_ids) // 4,
+            cached_tokens=num_cached_tokens,
+            new_tokens=running.num_new_tokens,
+            first_token_ms=round((first_s - running.started_s) * 1000, 2),
+            total_ms=round((now_s - running.started_s) * 1000, 2),
+        )

@@ -1,0 +1,44 @@
+"""From a worker's configuration to its engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from infra.config import WorkerConfig
+from infra.model_folder import open_model_folder
+from schemas.subjects import served
+from workers.engine.engine import Engine, EngineConfig
+from workers.engine.simulated import CostModel, build_simulated
+
+
+def build_engine(config: WorkerConfig) -> tuple[Engine, str]:
+    """The engine, and the ``<model@rev>`` under which it is served. Takes seconds.
+
+    Raises:
+        ModelUnsupported: the model folder can't be served.
+    """
+    facts = open_model_folder(Path(config.model.source))
+    limits = EngineConfig(
+        max_num_sequences=config.max_num_sequences, max_batch_tokens=config.max_batch_tokens
+    )
+    if config.engine == "simulated":
+        engine = build_simulated(
+            facts.path,
+            block_size=config.block_size,
+            context_length=facts.context_length,
+            eos_token_ids=facts.eos_token_ids,
+            cost=CostModel.at_speed(config.speed),
+            config=limits,
+        )
+    else:
+        from workers.engine.build import build_torch_engine  # torch, only where it is needed
+
+        engine = build_torch_engine(
+            facts.path,
+            dtype=config.dtype,
+            kv_bytes=config.kv_memory,
+            block_size=config.block_size,
+            num_threads=config.threads,
+            config=limits,
+        )
+    return engine, served(config.model.name, facts.revision)
