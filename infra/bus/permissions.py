@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from infra.bus.names import DEAD, MODELS, OBJECTS, OBJECTS_BUCKET, TOKENS, WORK
+from infra.bus.names import DEAD, MODELS, MODELS_BUCKET, OBJECTS, OBJECTS_BUCKET, TOKENS, WORK
 from schemas.subjects import ROOT
 
 _API = "$JS.API"
@@ -88,7 +88,11 @@ BRIDGE = Permissions(
         *_READ_MODELS,
         *_PUT_OBJECTS,
     ),
-    subscribe=(f"{ROOT}.live.>", f"{ROOT}.token-stream.>", f"{ROOT}.beat.>", "_INBOX_bridge.>"),
+    subscribe=(
+        *(f"{ROOT}.{name}.>" for name in ("live", "token-stream", "beat")),
+        f"$KV.{MODELS_BUCKET}.>",
+        "_INBOX_bridge.>",
+    ),
 )
 
 
