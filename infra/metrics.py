@@ -11,6 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 
+from infra.tally import TallyHistogram
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 # From half a hop on the bus (0.3 ms) to the longest deadline.
@@ -55,7 +57,7 @@ class Metrics:
             "mesh_ttft_seconds", "Bridge took the request until it wrote the first token",
             registry=registry, buckets=_SECONDS,
         )  # fmt: skip
-        self.itl_seconds = Histogram(
+        self.itl_seconds = TallyHistogram(
             "mesh_itl_seconds", "Gap between two token events of one stream, at the bridge",
             registry=registry, buckets=_GAPS,
         )  # fmt: skip
