@@ -1,8 +1,8 @@
 """A histogram for what happens once per token.
 
 ``prometheus_client``'s own takes two locks and walks its buckets for each value, several times
-what the bridge spends on making a token's event. This one is for a single thread: one bisection, three
-additions.
+what the bridge spends on making a token's event. This one is for a single thread: one bisection,
+three additions.
 """
 
 from __future__ import annotations
