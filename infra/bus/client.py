@@ -1,6 +1,6 @@
 """nats-py's client with what a broker that freezes, dies or refuses needs.
 
-Four things differ from :class:`nats.aio.client.Client` (2.16):
+Six things differ from :class:`nats.aio.client.Client` (2.16):
 
 1. A peer that takes no bytes ends the socket after ``USER_TIMEOUT_MS``, not after 15 minutes.
 2. A lost connection is dropped, not closed: closing waits until a frozen peer has read what we
@@ -9,10 +9,14 @@ Four things differ from :class:`nats.aio.client.Client` (2.16):
    after. Whoever needs more than that asks for an acknowledgement.
 4. An error of the server costs the connection, never the client: it reconnects. The library
    closes for good on, for instance, a payload violation.
+5. A ping waits its turn behind what was said before. The library's overtakes it, so that a flush
+   says nothing of the subscription made just before.
+6. The pong of a flush that was given up is dropped. The library's ends its read loop.
 """
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from typing import Any
 
@@ -21,6 +25,7 @@ from nats.aio.client import Client
 from nats.protocol.parser import PERMISSIONS_ERR
 
 USER_TIMEOUT_MS = 3000
+_PING = b"PING\r\n"
 
 
 class PersistentClient(Client):
@@ -44,6 +49,16 @@ class PersistentClient(Client):
             await self._error_cb(error)
         else:
             await self._process_op_err(error)
+
+    async def _send_ping(self, future: asyncio.Future[Any] | None = None) -> None:
+        self._pongs.append(future or asyncio.get_running_loop().create_future())
+        await self._send_command(_PING)
+        await self._flush_pending()
+
+    async def _process_pong(self) -> None:
+        if self._pongs and self._pongs[0].done():
+            self._pongs[0] = asyncio.get_running_loop().create_future()
+        await super()._process_pong()
 
     def drop_connection(self) -> None:
         """Forget unwritten bytes and end the socket without waiting for the peer."""

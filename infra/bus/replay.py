@@ -55,6 +55,7 @@ async def replay(
     arrived = _Arrivals()
     subscription = await bus.subscribe(inbox, arrived.put, max_msgs=_MAX_MSGS, max_bytes=_MAX_BYTES)
     config = _config(inbox, filters, start_seq, last_per_subject)
+    bus.on_disconnected.append(arrived.end)
     try:
         left = (await ensure_consumer(bus, stream, config))["num_pending"]
         consumer_seq = 0
@@ -71,6 +72,7 @@ async def replay(
                 return
             yield from_delivery(message)
     finally:
+        bus.on_disconnected.remove(arrived.end)
         await subscription.unsubscribe()
         with contextlib.suppress(BusUnavailable, BrokerRefused):
             await delete_consumer(bus, stream, str(config.name))
@@ -135,17 +137,25 @@ class _Arrivals:
     def __init__(self) -> None:
         self._messages: deque[Msg] = deque()
         self._some = asyncio.Event()
+        self._is_ended = False
 
     def put(self, message: Msg) -> None:
         self._messages.append(message)
         self._some.set()
 
+    def end(self) -> None:
+        """The connection broke: nothing comes any more."""
+        self._is_ended = True
+        self._some.set()
+
     async def get(self) -> Msg:
-        if not self._messages:
+        if not self._messages and not self._is_ended:
             self._some.clear()
             try:
                 async with asyncio.timeout(_SILENCE_S):
                     await self._some.wait()
             except TimeoutError:
                 raise BusUnavailable("a replay fell silent") from None
+        if not self._messages:
+            raise BusUnavailable("the connection broke during a replay")
         return self._messages.popleft()

@@ -193,6 +193,21 @@ async def test_a_frozen_broker_is_noticed_and_left(broker, bus, until):
     await bus.publish_stored(RECORD, b"x", timeout_s=5)
 
 
+async def test_a_late_pong_does_no_harm(broker, bus, until):
+    """A round trip given up while the broker is frozen: its pong, when it comes, is dropped and
+    the connection lives on."""
+    broken = []
+    bus.on_disconnected.append(lambda: broken.append(1))
+    os.kill(broker.pid, signal.SIGSTOP)
+    await bus.subscribe("mesh.v1.x", lambda message: None)  # gives up its round trip
+    os.kill(broker.pid, signal.SIGCONT)
+    heard = []
+    await bus.subscribe("mesh.v1.y", lambda message: heard.append(message.data))
+    await bus.publish("mesh.v1.y", b"1")
+    await until(lambda: heard)
+    assert not broken
+
+
 async def test_subscriptions_come_back_with_the_broker(broker, bus, connect, until):
     """A subscription made before an outage hears what is said after it."""
     heard = []
