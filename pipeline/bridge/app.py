@@ -61,6 +61,7 @@ async def serve_bridge(ctx: RoleContext, config: BridgeConfig) -> None:
             )
             bridge = Bridge(ctx.process, ctx.health, services)
             async with task_scope() as tasks:
+                tasks.create_task(registry.run(), name="registry")
                 async with http_server(bridge, bound, drain_s=config.grace_s):
                     host, port = bound.getsockname()[:2]
                     ctx.log.info("bridge_listening", host=host, port=port)
