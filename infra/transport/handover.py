@@ -202,6 +202,7 @@ def _open(name: str, handle: KvHandle) -> tuple[socket.socket, SharedPool]:
         if not descriptors:
             raise KvLost(f"{handle.owner} gives nothing for lease {handle.lease_id}")
         pool = SharedPool(grant.num_blocks, grant.block_bytes, fd=descriptors[0])
+        connection.setblocking(False)  # from here on it only shows whether the owner lives
     except (OSError, ValueError, msgspec.MsgspecError) as error:
         connection.close()
         raise KvLost(f"the pool of {handle.owner} can't be reached: {error}") from error
