@@ -155,7 +155,7 @@ def make_result(
     }
     figures: dict[str, Figure] = {
         **spreads,
-        "sum_of_p50_ms": sum(spread["p50"] for spread in spreads.values()),
+        "sum_of_p50_ms": round(sum(spread["p50"] for spread in spreads.values()), 4),
         "num_requests": len(hops),
     }
     is_own = not settings.nats_url
@@ -207,4 +207,4 @@ async def run_one(client: MeshClient, traces: HopTraces, request: LoadRequest) -
 
 def _spread(values_ms: Sequence[float]) -> dict[str, float]:
     p50, p99 = np.percentile(values_ms, (50, 99)).tolist()
-    return {"p50": p50, "p99": p99}
+    return {"p50": round(p50, 4), "p99": round(p99, 4)}

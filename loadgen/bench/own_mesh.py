@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from infra.children import die_with
 from infra.config import BusConfig
 from infra.mesh_file import RunningMesh, read_mesh_file
 from schemas.errors import MeshError
@@ -44,6 +45,8 @@ async def own_mesh(
 ) -> AsyncGenerator[OwnMesh, None]:
     """``mesh up`` with ``flags``, on free ports, ready when the block begins.
 
+    It ends with the block, and also when this process is killed.
+
     Raises:
         MeshNotStarted: it did not become ready.
     """
@@ -58,6 +61,7 @@ async def own_mesh(
                 stderr=asyncio.subprocess.STDOUT,
                 env={**os.environ, **(env or {})},
                 start_new_session=True,  # a Ctrl-C in the terminal is for the bench, which stops it
+                preexec_fn=die_with(os.getpid(), signal.SIGINT),
             )
             try:
                 mesh = await _until_ready(child, data)

@@ -1,5 +1,6 @@
 import asyncio
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,43 @@ async def test_the_mesh_is_there_in_the_block_and_gone_afterwards(
         assert mesh.control_nats_url == "nats://c"
         assert is_alive(mesh.pid)
     assert not is_alive(mesh.pid)
+
+
+BENCH = """
+import asyncio, signal, sys
+from pathlib import Path
+from loadgen.bench import own_mesh as module
+
+module._mesh_script = lambda: sys.argv[1]
+
+async def main():
+    async with module.own_mesh(["--both", "1"], {"SOME_URL": "nats://n"}) as mesh:
+        print(mesh.pid, flush=True)
+        signal.pause()
+
+asyncio.run(main())
+"""
+
+
+async def test_the_mesh_ends_with_a_bench_that_is_killed(tmp_path: Path) -> None:
+    """SIGKILL of the bench leaves no mesh behind."""
+    script = tmp_path / "mesh"
+    script.write_text(READY)
+    script.chmod(0o755)
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    async with asyncio.timeout(30):
+        bench = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", BENCH, str(script), stdout=asyncio.subprocess.PIPE, env=env
+        )
+        assert bench.stdout is not None
+        mesh_fd = os.pidfd_open(int(await bench.stdout.readline()))
+        ended = asyncio.Event()
+        asyncio.get_running_loop().add_reader(mesh_fd, ended.set)
+        bench.kill()
+        await bench.communicate()
+        await ended.wait()
+    asyncio.get_running_loop().remove_reader(mesh_fd)
+    os.close(mesh_fd)
 
 
 async def test_a_mesh_that_dies_at_start_is_an_error_with_its_words(
