@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from functools import cache
 
 from infra.transport.shm import SharedPool
 from schemas.requests import SamplingParams
 from tests.tiny_tokenizer import EOS_TOKEN_ID, tiny_tokenizer
-from workers.engine.api import EngineInfo, EngineRequest, Runner, ScheduledSequence, StepReport
+from workers.engine.api import (
+    EngineInfo,
+    EngineRequest,
+    Runner,
+    Sampled,
+    ScheduledSequence,
+    StepReport,
+)
 from workers.engine.engine import Engine, EngineConfig
 from workers.engine.output import Vocabulary
 from workers.engine.simulated import ENTRY_BYTES, CostModel, SimulatedRunner, readable_token_ids
@@ -41,6 +49,24 @@ def info_of(num_blocks: int) -> EngineInfo:
     )
 
 
+class StrictRunner(SimulatedRunner):
+    """A simulated runner that also insists on what ``ScheduledSequence`` promises."""
+
+    def execute(self, batch: Seq[ScheduledSequence]) -> list[Sampled]:
+        written: set[tuple[int, int]] = set()
+        for scheduled in batch:
+            start, end = scheduled.start, scheduled.start + scheduled.count
+            assert 0 <= start < end <= len(scheduled.token_ids)
+            assert end <= len(scheduled.block_table) * BLOCK_SIZE
+            assert not scheduled.sample or end == len(scheduled.token_ids)
+            slots = {
+                (scheduled.block_table[p // BLOCK_SIZE], p % BLOCK_SIZE) for p in range(start, end)
+            }
+            assert not slots & written, "two sequences write to one place"
+            written |= slots
+        return super().execute(batch)
+
+
 def make_runner(pool: SharedPool) -> SimulatedRunner:
     return SimulatedRunner(pool, info_of(pool.num_blocks), answer_ids(), CostModel.instant())
 
@@ -50,7 +76,7 @@ def make_engine(
     *,
     max_batch_tokens: int = 16,
     max_num_sequences: int = 8,
-    runner_class: type[SimulatedRunner] = SimulatedRunner,
+    runner_class: type[SimulatedRunner] = StrictRunner,
 ) -> Engine:
     pool = SharedPool(num_blocks, BLOCK_SIZE * ENTRY_BYTES)
     runner: Runner = runner_class(pool, info_of(num_blocks), answer_ids(), CostModel.instant())

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -13,6 +13,7 @@ from tests.tiny_tokenizer import SPECIAL_TOKENS, tiny_tokenizer, write_tiny_toke
 TOKENIZER = tiny_tokenizer()
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_any_text_round_trips(text: str) -> None:
     """Byte-level: encoding and decoding gives the text back, whatever it is."""
