@@ -8,6 +8,8 @@ import io
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
+from hypothesis import HealthCheck, settings
+
 from infra.health import Health
 from infra.http_server import http_server
 from infra.log import make_logger
@@ -42,6 +44,10 @@ CARD = ModelCard(
 )
 WORDS = ("Hello", " wörld", " 😀", "!")
 NOW_UNIX_MS = 1_800_000_000_000
+
+# Property tests are bounded by the time limit per test; how long one example takes on a busy
+# machine is no property.
+patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 Step = Sequence[TokenDelta] | MeshError | asyncio.Event
 
@@ -209,8 +215,9 @@ class House:
         return value or 0.0
 
     async def all_closed(self) -> None:
-        for stream in self.client.streams:
-            await stream.is_closed.wait()
+        async with asyncio.timeout(10):
+            for stream in self.client.streams:
+                await stream.is_closed.wait()
 
 
 def build(client: FakeClient | None = None, limits: Limits | None = None) -> House:

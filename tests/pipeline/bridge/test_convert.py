@@ -20,7 +20,7 @@ from pipeline.bridge.convert import (
 from schemas.errors import InvalidRequest
 from schemas.openai import ChatBody, CompletionBody
 from schemas.requests import InferenceRequest, SamplingParams
-from tests.pipeline.bridge.fake import chat, completion
+from tests.pipeline.bridge.fake import chat, completion, patient
 
 ARRIVAL = Arrival(deadline_unix_ms=123, label="mine")
 
@@ -286,6 +286,7 @@ JSON = st.recursive(
 )
 
 
+@patient
 @given(
     chat_fields=st.dictionaries(st.sampled_from(ChatBody.__struct_fields__), JSON),
     completion_fields=st.dictionaries(st.sampled_from(CompletionBody.__struct_fields__), JSON),

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.openai import ChatBody, CompletionBody
-from tests.pipeline.bridge.fake import MODEL, House, build, chat
+from tests.pipeline.bridge.fake import MODEL, House, build, chat, patient
 
 PATHS = {"/v1/chat/completions": ChatBody, "/v1/completions": CompletionBody}
 
@@ -56,12 +56,14 @@ def check(path: str, data: bytes) -> None:
     asyncio.run(ask())
 
 
+@patient
 @given(path=st.sampled_from(sorted(PATHS)), body=BODIES)
 def test_any_fields(path: str, body: dict[str, object]) -> None:
     """Any JSON value in any known field: an answer or a refusal, and the bridge lives on."""
     check(path, json.dumps(body).encode())
 
 
+@patient
 @given(path=st.sampled_from(sorted(PATHS)), data=RAW)
 def test_any_bytes(path: str, data: bytes) -> None:
     """Any bytes as a body: the same."""

@@ -13,6 +13,7 @@ from pipeline.bridge.answers import Gathered, Identity
 from pipeline.bridge.sse import ChatEvents, CompletionEvents, Events, StreamForm
 from schemas.errors import EngineFailed
 from schemas.tokens import TokenDelta, TokenLogprob, TopLogprob, Usage
+from tests.pipeline.bridge.fake import patient
 
 ABOUT = Identity(id="chatcmpl-1", created=7, model="m", fingerprint="r1")
 USAGE = Usage(prompt_tokens=5, completion_tokens=2, cached_tokens=4)
@@ -185,6 +186,7 @@ FORMS = st.builds(
 )  # fmt: skip
 
 
+@patient
 @given(
     kind=st.sampled_from(KINDS),
     form=FORMS,
@@ -217,6 +219,7 @@ def test_a_stream_adds_up_to_the_whole_answer(
     assert {chunk["id"] for chunk in chunks} == {"chatcmpl-1"}
 
 
+@patient
 @given(text=TEXTS)
 def test_the_short_way_writes_what_the_long_way_writes(text: str) -> None:
     """An event made of constant parts has the same bytes as one that is encoded whole."""
