@@ -23,6 +23,7 @@ from infra.bus import Bus
 from infra.bus.objects import publish_work
 from infra.bus.stream_reader import StreamReader
 from infra.task_scope import task_scope
+from infra.times import Times
 from pipeline.claim_chain import ClaimChain
 from pipeline.token_stream import StreamHub, TokenStream, reader_of
 from schemas import subjects
@@ -67,13 +68,18 @@ class MeshClient:
 
     @classmethod
     @asynccontextmanager
-    async def connect(cls, url: str, *, name: str | None = None) -> AsyncIterator[MeshClient]:
+    async def connect(
+        cls, url: str, *, name: str | None = None, times: Times | None = None
+    ) -> AsyncIterator[MeshClient]:
         """A client with a connection of its own.
+
+        Args:
+            times: those of the mesh, where they are not the usual ones.
 
         Raises:
             BusUnavailable: the broker can't be reached, or refuses the credentials.
         """
-        bus = await Bus.connect(url, role=DEFAULT_USER)
+        bus = await Bus.connect(url, role=DEFAULT_USER, times=times)
         try:
             client = cls(bus, urlsplit(url).username or DEFAULT_USER, name)
             async with client:

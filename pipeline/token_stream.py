@@ -16,6 +16,7 @@ from pipeline.claim_chain import ClaimChain
 from pipeline.ownership import RequestView
 from schemas import subjects
 from schemas.errors import (
+    BusUnavailable,
     DeadlineExceeded,
     EngineFailed,
     MeshError,
@@ -183,10 +184,15 @@ class TokenStream:
         await self._end(Cancelled(request_id=self.request_id, reason=reason))
 
     async def aclose(self) -> None:
-        """Stop reading; a request that has not ended is cancelled."""
-        if self.view.terminal is None:
-            await self.cancel("reader left")
-        self._hub.forget(self)
+        """Stop reading; a request that has not ended is cancelled. With the bus away it is left
+        to its deadline instead."""
+        try:
+            if self.view.terminal is None:
+                await self.cancel("reader left")
+        except BusUnavailable:
+            pass  # nobody can be told; the deadline ends it
+        finally:
+            self._hub.forget(self)
 
     async def __aenter__(self) -> Self:
         return self
@@ -225,13 +231,20 @@ class TokenStream:
         self._wake.clear()
         left_s = (self.deadline_unix_ms - self._hub.now_unix_ms()) / 1000
         if left_s <= 0:
-            await self._end(Expired(request_id=self.request_id))
+            await self._expire()
             return
         try:
             async with asyncio.timeout(min(left_s, QUIET_S)):
                 await self._wake.wait()
         except TimeoutError:
             self._hub.check_if_quiet()
+
+    async def _expire(self) -> None:
+        try:
+            await self._end(Expired(request_id=self.request_id))
+        except BusUnavailable:
+            self._hub.forget(self)
+            raise DeadlineExceeded("the deadline passed while the bus was away") from None
 
     async def _end(self, entry: Cancelled | Expired) -> None:
         """Put a terminal entry on the chain and tell the worker that computes."""
