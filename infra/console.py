@@ -55,7 +55,7 @@ class UpConsole:
         facts = [f"pid {beat.pid}"]
         if beat.served:
             model = subjects.split_served(beat.served)[0]
-            facts += [model, beat.engine, f"{beat.load.num_blocks} KV blocks"]
+            facts += [model, beat.engine]
         self.say(f"{name:<16} ready{' again' if again else ''}  {', '.join(facts)}")
 
     def greet(self, config: UpConfig) -> None:

@@ -93,17 +93,18 @@ def _queue(subject: str, num: int) -> Queue:
 
 def show(status: MeshStatus, console: Console) -> None:
     """Tables for a person."""
-    workers = _table("workers", "worker", "state", "roles", "model", "engine", "running",
+    workers = _table("workers", "id", "state", "roles", "model", "engine", "running",
                      "waiting", "free blocks", "pid")  # fmt: skip
-    others = _table("processes", "process", "state", "pid", "health port")
+    others = _table("processes", "id", "state", "pid", "health port")
     for beat in status.processes:
         state = f"{beat.state}: {beat.reason}" if beat.reason else beat.state
         if beat.kind == "worker":
             load = beat.load
             model = subjects.decode_name(beat.served.partition("@")[0]) if beat.served else ""
-            workers.add_row(beat.process, state, " ".join(beat.roles), model, beat.engine,
-                            str(load.num_running), str(load.num_waiting),
-                            f"{load.num_free_blocks}/{load.num_blocks}", str(beat.pid))  # fmt: skip
+            workers.add_row(beat.worker or beat.process, state, ", ".join(beat.roles), model,
+                            beat.engine, str(load.num_running), str(load.num_waiting),
+                            f"{load.num_free_blocks} of {load.num_blocks}",
+                            str(beat.pid))  # fmt: skip
         else:
             others.add_row(beat.process, state, str(beat.pid), str(beat.health_port))
     models = _table("models", "model", "revision", "architecture", "context")

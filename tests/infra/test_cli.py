@@ -148,7 +148,7 @@ async def test_status_lists_processes_models_and_queues(broker: EmbeddedBroker, 
     }
     assert found["num_dead_letters"] == 1
     table = await shown()
-    assert re.search(r"worker-w-1 +ready +prefill +org/m\.1 +simulated +3 +0 +4/10 +7", table)
+    assert re.search(r"w1 +ready +prefill +org/m\.1 +simulated +3 +0 +4 of 10 +7", table)
     assert re.search(r"org/m\.1 +abc +llama +8192", table)
     assert "dead letters: 1" in table
 
