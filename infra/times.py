@@ -31,7 +31,7 @@ class Times:
     default_deadline_s: float = 600.0  # a request that names none
     max_deadline_s: float = 780.0  # the latest one that a request may name
     ack_sample_s: float = 0.05  # between two confirmations of a token writer
-    call_timeout_s: float = 1.0  # one question to the broker
+    call_timeout_s: float = 2.0  # one question to the broker
     connect_timeout_s: float = 10.0  # the first connection; later ones are tried for ever
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ Six things differ from :class:`nats.aio.client.Client` (2.16):
    closes for good on, for instance, a payload violation.
 5. A ping waits its turn behind what was said before. The library's overtakes it, so that a flush
    says nothing of the subscription made just before.
-6. The pong of a flush that was given up is dropped. The library's ends its read loop.
+6. The pong of a round trip that was given up is dropped. The library's ends its read loop.
 """
 
 from __future__ import annotations
@@ -54,6 +54,15 @@ class PersistentClient(Client):
         self._pongs.append(future or asyncio.get_running_loop().create_future())
         await self._send_command(_PING)
         await self._flush_pending()
+
+    async def round_trip(self) -> None:
+        """Wait until the broker has taken everything said so far.
+
+        In place of ``flush``, whose ``wait_for`` can swallow a cancellation (Python 3.11).
+        """
+        pong: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        await self._send_ping(pong)
+        await pong
 
     async def _process_pong(self) -> None:
         if self._pongs and self._pongs[0].done():

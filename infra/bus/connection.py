@@ -394,9 +394,10 @@ class Bus:
                 subject, cb=deliver, pending_msgs_limit=max_msgs, pending_bytes_limit=max_bytes
             )
             if self.is_connected:
-                # A refusal comes before the pong.
-                with contextlib.suppress(nats.errors.Error):
-                    await self._client.flush(timeout=self._times.call_timeout_s)  # type: ignore[arg-type]
+                # A refusal comes before the pong; without one it is made at the reconnect.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._times.call_timeout_s):
+                        await self._client.round_trip()
         except nats.errors.ConnectionClosedError as error:
             raise BusUnavailable(f"the connection to {self.where} was closed") from error
         finally:

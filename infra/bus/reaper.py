@@ -13,12 +13,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from infra.bus.connection import Bus
-from infra.bus.errors import BrokerRefused, NobodyListens
+from infra.bus.errors import NobodyListens
 from infra.bus.names import WORK
 from infra.bus.pull import WorkMessage, WorkPull
 from infra.bus.topology import (
     delete_consumer,
-    ensure_consumer,
     reap_consumer,
     worker_consumer,
 )
@@ -27,7 +26,6 @@ from schemas.headers import ATTEMPT, MSG_ID
 
 _IN_HAND = 64
 _LOOK_S = 0.1  # while another router still holds messages
-_NO_CONSUMER = 10014
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +51,11 @@ async def waiting_work(bus: Bus) -> dict[str, int]:
     Raises:
         BusUnavailable, BusForbidden: as :meth:`Bus.api`.
     """
-    info = await bus.api(f"STREAM.INFO.{WORK}", {"subjects_filter": f"{subjects.ROOT}.>"})
+    return await _num_messages(bus, f"{subjects.ROOT}.>")
+
+
+async def _num_messages(bus: Bus, subject_filter: str) -> dict[str, int]:
+    info = await bus.api(f"STREAM.INFO.{WORK}", {"subjects_filter": subject_filter})
     return dict(info["state"].get("subjects") or {})
 
 
@@ -88,13 +90,11 @@ class _Reaping:
         self._is_finished_elsewhere = False
 
     async def run(self) -> int:
-        info = await ensure_consumer(self._bus, WORK, self._config)
-        if info["num_pending"] or info["num_ack_pending"]:
+        if not await self._is_empty():
             try:
                 await self._pull_and_move()
             except ExceptionGroup as group:
                 raise group.exceptions[0] from None  # the pull and the mover fail one at a time
-        if not self._is_finished_elsewhere:
             await delete_consumer(self._bus, WORK, str(self._config.name))
         return self._num_moved
 
@@ -139,16 +139,9 @@ class _Reaping:
         try:
             await message.ack_sync()
         except NobodyListens:
-            self._finish()
-            return
+            return  # moved by another router, or a restarted broker forgot the consumer
         self._num_moved += 1
 
     async def _is_empty(self) -> bool:
-        """Nothing waits and nobody holds anything: other routers may still be at it."""
-        try:
-            info = await self._bus.api(f"CONSUMER.INFO.{WORK}.{self._config.name}")
-        except BrokerRefused as error:
-            if error.err_code != _NO_CONSUMER:
-                raise
-            return True
-        return not info["num_pending"] and not info["num_ack_pending"]
+        """Nothing lies on the subject, delivered or not: other routers may still hold some."""
+        return not await _num_messages(self._bus, str(self._config.filter_subject))

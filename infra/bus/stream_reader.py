@@ -71,6 +71,11 @@ class StreamReader:
         """The highest sequence delivered: where a resume goes on is one above."""
         return self._last
 
+    @property
+    def is_filling(self) -> bool:
+        """The stream is being read for something missed; what comes live waits."""
+        return self._is_filling
+
     async def start(self, from_seq: int | None = None) -> None:
         """Subscribe, deliver what is stored from ``from_seq`` on, then follow.
 

@@ -55,6 +55,8 @@ class TokenWriter:
         self._asked: dict[int, float | None] = {}  # in order; when, or None: answered
         self._asked_at_s = 0.0
         self._answer_s = _ANSWER_S
+        self._progress_s = 0.0  # when something was last confirmed
+        self._was_late = False
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
         self._awake = asyncio.Event()
         self._room = asyncio.Event()
@@ -166,8 +168,7 @@ class TokenWriter:
 
     async def _look(self) -> None:
         now_s = asyncio.get_running_loop().time()
-        oldest_s = next((when for when in self._asked.values() if when is not None), now_s)
-        if now_s - oldest_s > self._answer_s:
+        if self._is_answer_missing(now_s):
             log.warning("token_ack_missing", num_unconfirmed=len(self._ring))
             self._answer_s = min(2 * self._answer_s, _MAX_ANSWER_S)
             self._start_over()
@@ -176,6 +177,13 @@ class TokenWriter:
         is_quiet = now_s - self._asked_at_s >= self._sample_s
         if self._ring and self._next == end and (end - 1) not in self._asked and is_quiet:
             await self._write(end - 1, ask=True)
+
+    def _is_answer_missing(self, now_s: float) -> bool:
+        """No progress for too long, seen twice: the first time our own loop may have been busy."""
+        oldest_s = next((when for when in self._asked.values() if when is not None), now_s)
+        was_late = self._was_late
+        self._was_late = now_s - max(oldest_s, self._progress_s) > self._answer_s
+        return was_late and self._was_late
 
     async def _catch_up(self) -> None:
         """Write what is behind ``next``; batches put meanwhile queue up behind it."""
@@ -205,7 +213,6 @@ class TokenWriter:
             log.warning("token_batch_refused", reason=answer["error"].get("description"))
             return
         self._asked[number] = None
-        self._answer_s = _ANSWER_S
         confirmed = self._first
         for asked in list(self._asked):
             if self._asked[asked] is not None:
@@ -215,9 +222,13 @@ class TokenWriter:
         self._confirm(confirmed)
 
     def _confirm(self, end: int) -> None:
+        if end > self._first:
+            self._progress_s = asyncio.get_running_loop().time()
         while self._first < end:
             self._ring_bytes -= len(self._ring.popleft()[1])
             self._first += 1
+        if not self._ring:
+            self._answer_s = _ANSWER_S
         if not self.is_full:
             self._room.set()
         for target, future in self._waiting:

@@ -1,3 +1,4 @@
+import asyncio
 import os
 
 import nats
@@ -31,8 +32,6 @@ async def _receive(bus, times, until, size):
     pull = WorkPull(
         bus, any_consumer("prefill", "m@r", times), taken.append, lambda: 1 - len(taken)
     )
-    import asyncio
-
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(pull.run())
         await until(lambda: taken, timeout_s=15)
@@ -71,11 +70,11 @@ async def test_an_object_that_is_gone_is_named(bus):
     box = ObjectBox(bus)
     with pytest.raises(ObjectMissing, match="cafe"):
         await box.get("cafe")
-    name = await box.put(os.urandom(3_000_000))
+    name = await box.put(os.urandom(2_500_000))
     purged = await bus.api(
         f"STREAM.PURGE.OBJ_{OBJECTS_BUCKET}", {"filter": f"$O.{OBJECTS_BUCKET}.C.{name}", "keep": 2}
     )
-    assert purged["purged"] == 2
+    assert purged["purged"] == 1
     with pytest.raises(ObjectMissing, match="lost parts"):
         await box.get(name)
 

