@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 from infra.model_folder import ModelFolder, open_model_folder
 from schemas.errors import ConfigError, ModelUnsupported
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,20 +25,24 @@ class LoadedModel:
     facts: ModelFolder
 
 
-def load_model(folder: Path | str, dtype: str = "bfloat16") -> LoadedModel:
-    """Load a model's weights in ``dtype``, for inference on the CPU.
+def load_model(folder: Path | str, dtype: str = "auto") -> LoadedModel:
+    """Load a model's weights, for inference on the CPU.
+
+    Args:
+        dtype: "fp32", "bf16", or "auto": what this processor multiplies faster.
 
     Raises:
         ModelUnsupported: the folder is incomplete or broken, the architecture can't be served, or
             the weights do not fill it.
         ConfigError: an unknown dtype.
     """
-    if dtype not in _DTYPES:
-        raise ConfigError(f"dtype {dtype!r} is none of {', '.join(_DTYPES)}", param="dtype")
+    torch_dtype = _DTYPES.get(preferred_dtype() if dtype == "auto" else dtype)
+    if torch_dtype is None:
+        raise ConfigError(f"dtype is {dtype!r}, not auto, fp32 or bf16", param="dtype")
     facts = open_model_folder(folder)
     _check_class(facts)
     try:
-        model, loading = _read_weights(facts.path, _DTYPES[dtype])
+        model, loading = _read_weights(facts.path, torch_dtype)
     except Exception as error:  # transformers raises of any kind here; the reason is passed on
         raise ModelUnsupported(f"{facts.path}: can't be loaded: {error}", param="model") from error
     missing = sorted(loading["missing_keys"])
@@ -48,6 +52,15 @@ def load_model(folder: Path | str, dtype: str = "bfloat16") -> LoadedModel:
             param="model",
         )
     return LoadedModel(model=model, facts=facts)
+
+
+def preferred_dtype() -> str:
+    """ "bf16" where the processor has instructions for it, else "fp32".
+
+    Without them bf16 is emulated: on an AVX2 machine a prefill of 512 tokens of the default model
+    took 9.3 s in bf16 and 1.0 s in fp32.
+    """
+    return "bf16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "fp32"
 
 
 def _read_weights(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, dict[str, Any]]:

@@ -31,14 +31,15 @@ class _Probe:
 
     def __init__(self) -> None:
         self.keys: dict[int, Tensor] = {}
-        self.values: dict[int, Tensor] = {}
         self.windows: dict[int, int | None] = {}
         self._layer: int | None = None
 
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int, kwargs: dict[str, Any] | None = None
     ) -> tuple[Tensor, Tensor]:
-        self.keys[layer_idx], self.values[layer_idx] = keys, values
+        if keys.shape != values.shape or keys.dtype != values.dtype:
+            raise ModelUnsupported("keys and values differ in shape", param="model")
+        self.keys[layer_idx] = keys
         self._layer = layer_idx
         return keys, values
 
@@ -48,6 +49,8 @@ class _Probe:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         if self._layer is None:
             raise ModelUnsupported("a layer shares another layer's keys and values", param="model")
+        if key.shape != self.keys[self._layer].shape:
+            raise ModelUnsupported("keys are changed after they were cached", param="model")
         self.windows[self._layer] = scoring.window
         self._layer = None
         return query.transpose(1, 2)
@@ -65,24 +68,26 @@ def probe_layout(model: PreTrainedModel, *, revision: str, block_size: int) -> K
     try:
         model.set_attn_implementation(IMPLEMENTATION)
         packed_logits(model, torch.tensor([1, 2]), torch.arange(2), probe, torch.tensor([1]))
-    except ModelUnsupported:
-        raise
+    except ModelUnsupported as error:
+        raise ModelUnsupported(f"{kind}: {error.message}", param="model") from error
     except Exception as error:  # any code may run inside a model; the reason is passed on
-        raise ModelUnsupported(f"{kind}: dry run failed: {error}", param="model") from error
+        reason = f"dry run failed: {error}"
+        if isinstance(error, AttributeError) and error.obj is probe:
+            reason = f"asks its cache for {error.name}, which a cache of pages has not"
+        raise ModelUnsupported(f"{kind}: {reason}", param="model") from error
     num_layers = len(probe.keys)
     if num_layers == 0 or sorted(probe.keys) != list(range(num_layers)):
         raise ModelUnsupported(f"{kind}: keeps no keys and values in some layer", param="model")
     if len(probe.windows) != num_layers:
         raise ModelUnsupported(f"{kind}: attention outside of the registry", param="model")
-    shapes = {tuple(t.shape) for t in (*probe.keys.values(), *probe.values.values())}
-    dtypes = {t.dtype for t in (*probe.keys.values(), *probe.values.values())}
-    if len(shapes) != 1 or len(dtypes) != 1:
-        raise ModelUnsupported(f"{kind}: keys and values differ in shape", param="model")
+    shapes = {(tuple(keys.shape), keys.dtype) for keys in probe.keys.values()}
+    if len(shapes) != 1:
+        raise ModelUnsupported(f"{kind}: layers differ in the shape of their keys", param="model")
     _check_windows(model, probe, kind)
-    _, num_kv_heads, _, head_dim = shapes.pop()
+    (_, num_kv_heads, _, head_dim), dtype = shapes.pop()
     return KvLayout(
         revision=revision,
-        dtype=str(dtypes.pop()).removeprefix("torch."),
+        dtype=str(dtype).removeprefix("torch."),
         num_layers=num_layers,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -132,7 +137,7 @@ def _relative_error(got: Tensor, expected: Tensor) -> float:
     """The largest of three medians: over the first chunk, the second, the decodes. (Medians: one
     expert chosen otherwise by rounding is no difference.)"""
     spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
-    errors = (got - expected).norm(dim=-1) / spread
+    errors = (got - expected).norm(dim=-1) / spread.clamp(min=1e-3 * float(spread.max()))
     _, first, second, *_ = _CHECK_EDGES
     parts = (errors[:first], errors[first:second], errors[second:])
     return max(float(part.median()) for part in parts)
