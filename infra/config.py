@@ -139,7 +139,11 @@ class WorkerConfig:
     engine: str = setting(
         "torch", choice("torch", "simulated"), "simulated: tokens from a hash, times from a model"
     )
-    dtype: str = setting("bf16", choice("fp32", "bf16"), "numbers of weights and KV cache")
+    dtype: str = setting(
+        "auto",
+        choice("auto", "fp32", "bf16"),
+        "numbers of weights and KV cache; auto: bf16 where the processor multiplies it",
+    )
     kv_memory: int = setting(
         2**30, size_bytes(2**20), "bytes of the KV cache, such as 2GB or 512MiB"
     )

@@ -6,10 +6,19 @@ block_pool   which block belongs to whom; prefix reuse
 scheduler    who computes what in the next step
 engine       the step
 output       token ids to text, stop strings
+build        from a model folder to a torch engine
+sources      where models come from: folder, GGUF file, built-in name, hub
+convert      from a GGUF file to a model folder
+loader       from a folder to a model in memory
+probe        what a model keeps per token, found by running it; what is refused
+kv_layout    how keys and values lie in a block; the fingerprint
+kv_pool      the pool as tensors
 runner       the torch runner: any decoder of transformers over paged KV
-attention    paged attention, the cache object that transformers' models write to
+forward      one forward pass over a packed batch
+attention    paged attention in transformers' registry
+paged_step   one step's view of the pool; the cache object that models write to
 sampler      logits to tokens
-loader       where models come from, what is refused
+penalties    bias, penalties, ends that come too early
 simulated    a runner without a model, for fleets and faults
 thread       the one thread that owns the engine
 """
