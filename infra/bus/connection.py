@@ -15,7 +15,6 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 import nats.errors
 import structlog
@@ -23,7 +22,7 @@ from nats.aio.msg import Msg as Msg
 from nats.aio.subscription import Subscription
 
 from infra.bus.calls import PendingCalls, has_no_responders, status_of
-from infra.bus.client import PersistentClient
+from infra.bus.client import PersistentClient, open_client, places
 from infra.bus.errors import (
     BrokerRefused,
     BusForbidden,
@@ -34,14 +33,13 @@ from infra.bus.errors import (
 from infra.bus.message import Stored, StoredMessage, from_direct_get, parse_time_ms
 from infra.bus.names import DEAD, TOKENS
 from infra.times import Times
-from schemas.errors import BusUnavailable, PayloadTooLarge, SchemaError
+from schemas.errors import BusUnavailable, MeshError, PayloadTooLarge, SchemaError
 from schemas.headers import MSG_ID
 
 MAX_UNSENT_BYTES = 32 << 20  # what may wait for a broker that reads slowly
 MAX_WAITING_MSGS = 8192  # per subscription; more is a slow consumer
 MAX_WAITING_BYTES = 32 << 20
 _RETRY_S = 0.02  # between two tries of one publish
-_CLOSE_S = 2.0
 _NO_MESSAGE = "404"
 _STREAM_NOT_FOUND = 10059
 _EXPECT_SEQ = "Nats-Expected-Last-Subject-Sequence"
@@ -66,22 +64,21 @@ class Bus:
     ``on_closed`` hold callbacks that must return at once; add and remove at will.
     """
 
-    def __init__(self, client: PersistentClient, *, role: str, times: Times, where: str) -> None:
+    def __init__(self, *, role: str, times: Times, where: str) -> None:
         self.role = role
         self.where = where  # host:port, …: for messages, without credentials
         self.on_error: list[Callable[[Exception], None]] = []
         self.on_disconnected: list[Callable[[], None]] = []
         self.on_reconnected: list[Callable[[], None]] = []
         self.on_closed: list[Callable[[], None]] = []
-        self._client = client
+        self._client = PersistentClient()
+        self._events = _Events(self)
         self._times = times
         self._up = asyncio.Event()
         self._calls = PendingCalls("")
         self._denied: dict[str, BusForbidden | None] = {}  # subscriptions being made, lower case
         self._clock_ms = time.time() * 1000 - time.monotonic() * 1000
-        self._was_connected = False
         self._is_leaving = False
-        self._first_error: Exception | None = None
 
     @classmethod
     async def connect(
@@ -107,48 +104,31 @@ class Bus:
                 credentials, at once); the message says where and why.
         """
         urls = [urls] if isinstance(urls, str) else list(urls)
-        where = ", ".join(_place(url) for url in urls)
-        client, times = PersistentClient(), times or Times()
-        bus = cls(client, role=role, times=times, where=where)
+        times = times or Times()
+        bus = cls(role=role, times=times, where=places(urls))
+        bus._client = await open_client(
+            urls,
+            bus._events,
+            role=role,
+            name=name or role,
+            user=user,
+            password=password,
+            timeout_s=times.connect_timeout_s,
+        )
+        bus._up.set()
+        bus._calls = PendingCalls(bus._client.new_inbox())
         try:
-            async with asyncio.timeout(times.connect_timeout_s):
-                await client.connect(
-                    urls,
-                    name=name or role,
-                    user=user,
-                    password=password,
-                    max_reconnect_attempts=-1,
-                    reconnect_time_wait=0.1,  # type: ignore[arg-type]
-                    connect_timeout=1,
-                    ping_interval=1,
-                    max_outstanding_pings=2,
-                    pending_size=0,
-                    dont_randomize=True,
-                    inbox_prefix=f"_INBOX_{role}",
-                    error_cb=bus._failed,
-                    disconnected_cb=bus._disconnected,
-                    reconnected_cb=bus._reconnected,
-                    closed_cb=bus._closed,
-                )
-            bus._was_connected = True
-            bus._up.set()
-            bus._calls = PendingCalls(client.new_inbox())
             await bus.subscribe(f"{bus._calls.inbox}.*", bus._calls.answer)
             await bus.sync_clock()
-        except (TimeoutError, nats.errors.Error, OSError, BusUnavailable) as error:
+        except MeshError:
             await bus.close()
-            reason = _reason(bus._first_error or error)
-            raise BusUnavailable(f"no connection to the bus at {where}: {reason}") from error
+            raise
         return bus
 
     async def close(self) -> None:
         """Leave; nothing reconnects after this."""
         self._is_leaving = True
-        try:
-            async with asyncio.timeout(_CLOSE_S):
-                await self._client.close()
-        except TimeoutError:
-            self._client.drop_connection()
+        await self._client.leave()
 
     async def __aenter__(self) -> Bus:
         return self
@@ -422,51 +402,12 @@ class Bus:
             raise BusUnavailable(f"direct get of {subject}: status {status}")
         return from_direct_get(message)
 
-    # -- what the library tells ----------------------------------------------------------------
-
-    async def _failed(self, error: Exception) -> None:
-        if not self._was_connected:
-            self._first_error = error
-            if "authorization" in str(error).lower():
-                raise error  # out of the library's endless first connect
-            return
-        denied = _DENIED.search(str(error).lower())
-        if denied is not None:
-            self._forbid(denied.group(1), error)
-        elif not isinstance(error, OSError | nats.errors.Error | TimeoutError):
-            log.error("bus_callback_failed", exc_info=error)
-        for callback in list(self.on_error):
-            callback(error)
-
     def _forbid(self, subject: str, error: Exception) -> None:
         log.error("bus_forbidden", role=self.role, reason=str(error))
         refused = BusForbidden(f"broker user {self.role!r}: {error}")
         self._calls.fail_subject(subject, refused)
         if subject in self._denied:
             self._denied[subject] = refused
-
-    async def _disconnected(self) -> None:
-        self._up.clear()
-        self._calls.fail_all(BusUnavailable(f"the connection to {self.where} broke"))
-        if not self._is_leaving:
-            log.warning("bus_disconnected", where=self.where)
-        for callback in list(self.on_disconnected):
-            callback()
-
-    async def _reconnected(self) -> None:
-        self._up.set()
-        log.info("bus_reconnected", where=self.where)
-        for callback in list(self.on_reconnected):
-            callback()
-        try:
-            await self.sync_clock()
-        except (BusUnavailable, BrokerRefused) as error:
-            log.warning("bus_clock_kept", reason=str(error))
-
-    async def _closed(self) -> None:
-        self._up.clear()
-        for callback in list(self.on_closed):
-            callback()
 
 
 class BusSubscription:
@@ -495,15 +436,40 @@ def _stored(message: Msg, subject: str) -> Stored:
     return Stored(seq=answer["seq"], duplicate=bool(answer.get("duplicate")))
 
 
-def _place(url: str) -> str:
-    parts = urlsplit(url if "://" in url else f"nats://{url}")
-    return f"{parts.hostname}:{parts.port or 4222}"
+class _Events:
+    """What the client tells, for :class:`Bus` and whoever listens to it."""
 
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
 
-def _reason(error: Exception) -> str:
-    text = str(error)
-    if "authorization" in text.lower():
-        return "wrong user or password"
-    if isinstance(error, OSError) and error.strerror:
-        return f"not reachable ({error.strerror})"
-    return text or ("no answer" if isinstance(error, TimeoutError) else type(error).__name__)
+    async def failed(self, error: Exception) -> None:
+        denied = _DENIED.search(str(error).lower())
+        if denied is not None:
+            self._bus._forbid(denied.group(1), error)
+        elif not isinstance(error, OSError | nats.errors.Error | TimeoutError):
+            log.error("bus_callback_failed", exc_info=error)
+        for callback in list(self._bus.on_error):
+            callback(error)
+
+    async def disconnected(self) -> None:
+        self._bus._up.clear()
+        self._bus._calls.fail_all(BusUnavailable(f"the connection to {self._bus.where} broke"))
+        if not self._bus._is_leaving:
+            log.warning("bus_disconnected", where=self._bus.where)
+        for callback in list(self._bus.on_disconnected):
+            callback()
+
+    async def reconnected(self) -> None:
+        self._bus._up.set()
+        log.info("bus_reconnected", where=self._bus.where)
+        for callback in list(self._bus.on_reconnected):
+            callback()
+        try:
+            await self._bus.sync_clock()
+        except MeshError as error:
+            log.warning("bus_clock_kept", reason=str(error))
+
+    async def closed(self) -> None:
+        self._bus._up.clear()
+        for callback in list(self._bus.on_closed):
+            callback()
