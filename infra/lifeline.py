@@ -35,9 +35,12 @@ def follow_supervisor(env: Mapping[str, str] = os.environ) -> None:
     Raises:
         MeshError: the supervisor is gone.
     """
-    supervisor = env.get(SUPERVISOR_PID)
-    if supervisor is None:
-        return
-    end_with_parent(signal.SIGTERM)
-    if str(os.getppid()) != supervisor:
-        raise MeshError(f"the supervisor (pid {supervisor}) is gone")
+    if SUPERVISOR_PID in env:
+        end_with_parent(signal.SIGTERM)
+        if is_orphan(env):
+            raise MeshError(f"the supervisor (pid {env[SUPERVISOR_PID]}) is gone")
+
+
+def is_orphan(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether there was a supervisor, and is no more."""
+    return SUPERVISOR_PID in env and str(os.getppid()) != env[SUPERVISOR_PID]

@@ -31,7 +31,7 @@ from infra.config import RoleConfig
 from infra.failure import EXIT_FAILED, EXIT_INTERRUPTED, first_mesh_error, report
 from infra.health import Health, health_app
 from infra.http_server import bind, http_server
-from infra.lifeline import NONCE, SUPERVISOR_PID, follow_supervisor
+from infra.lifeline import NONCE, SUPERVISOR_PID, follow_supervisor, is_orphan
 from infra.log import Logger, set_up_process
 from infra.metrics import Metrics
 from infra.task_scope import task_scope
@@ -44,6 +44,7 @@ from schemas.errors import BusUnavailable, MeshError
 Kind = Literal["control", "worker", "bridge"]
 
 _FAILED_EXIT_S = 5.0
+_ORPHAN_GRACE_S = 2.0  # the broker went with the supervisor, as a rule: there is nobody to tell
 _HARD_EXIT_S = 1.0  # between asking a drain to stop and the kernel's alarm
 
 
@@ -128,6 +129,8 @@ class _Signals:
         if self._ctx.draining.is_set():
             self._cut(f"second {name}")
             return
+        if is_orphan():
+            self._grace_s = min(self._grace_s, _ORPHAN_GRACE_S)
         self._ctx.log.info("drain_started", signal=name, grace_s=self._grace_s)
         self._ctx.drain()
         self._timer = self._loop.call_later(self._grace_s, self._cut, "grace time over")

@@ -1,7 +1,8 @@
 """A ``mesh`` whose roles only say that they are ready: what the supervisor needs, in half a second.
 
 Run as a script: ``small_mesh.py up|control|worker|bridge|prepare …``. A model's source is a word
-that tells a worker how to behave: ``good``, or ``refused`` (fails at once with an error).
+that tells a worker how to behave: ``good``, ``refused`` (fails at once with an error) or
+``lingers`` (its drain does not end by itself).
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ def worker(config: WorkerConfig) -> None:
         if config.model.source == "refused":
             raise ModelUnsupported("no such architecture", param="model")
         await stay(ctx)
+        if config.model.source == "lingers":
+            await asyncio.Event().wait()
 
     raise typer.Exit(run_process("worker", config, body))
 

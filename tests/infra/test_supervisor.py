@@ -186,10 +186,14 @@ def test_ctrl_c_twice_kills(mesh: Mesh) -> None:
 
 
 def test_killing_the_supervisor_leaves_nothing(mesh: Mesh) -> None:
-    """SIGKILL: the children notice by themselves, the broker goes with them."""
-    processes = mesh.start_ready()
+    """SIGKILL: the children notice by themselves, the broker goes with them; a drain that waits
+    for what can't come any more, here a worker's, is cut after 2 s."""
+    processes = mesh.start_ready("--port", "0", "--both", "1", "--model", "m=lingers")
     mesh.signal(signal.SIGKILL)
+    started_s = time.monotonic()
     mesh.ended()
+    eventually(lambda: all_gone(processes), lambda: f"the end of {processes}")
+    assert time.monotonic() - started_s < 7.5  # the usual grace time is 8 s
     assert_nothing_left(mesh, processes)
 
 
