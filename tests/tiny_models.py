@@ -48,7 +48,11 @@ _SLIDING_AND_FULL = {
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "cohere2": _SLIDING_AND_FULL,
     "exaone4": _SLIDING_AND_FULL,
-    "gemma2": {**_SLIDING_AND_FULL, "query_pre_attn_scalar": 16},
+    "gemma2": {
+        **_SLIDING_AND_FULL,
+        "query_pre_attn_scalar": 16,
+        "attn_logit_softcapping": 1.0,  # so low that its absence would show
+    },
     "gemma3_text": {**_SLIDING_AND_FULL, "query_pre_attn_scalar": 16},
     "glm4": _BASE,
     "gpt2": {

@@ -169,6 +169,7 @@ def chat_prompts(default_folder: Path) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_default_model_answers_twenty_prompts_as_transformers(
     default_engines: tuple[Engine, Engine],
     chat_prompts: list[tuple[int, ...]],
@@ -206,6 +207,7 @@ def test_default_model_answers_twenty_prompts_as_transformers(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_default_model_samples_the_same_alone_and_among_sixteen(
     default_engines: tuple[Engine, Engine], chat_prompts: list[tuple[int, ...]]
 ) -> None:
