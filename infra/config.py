@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from infra.mesh_file import read_mesh_file
 from infra.parse import (
     ModelSource,
     choice,
@@ -75,7 +76,8 @@ class BusConfig:
 
     def url(self, role: str) -> str:
         """The URL to connect to as ``role``: the one given, else the one for this role in
-        ``<data>/bus.env``, else the client's there.
+        ``<data>/bus.env``, else the client's there, else that of a mesh which runs in ``data`` on
+        somebody else's broker.
 
         Raises:
             ConfigError: neither is there.
@@ -84,6 +86,9 @@ class BusConfig:
             return self.nats_url
         found = read_bus_env(self.data / BUS_ENV)
         url = found.get(f"MESH_NATS_URL_{role.upper()}") or found.get("NATS_URL")
+        if not url:
+            running = read_mesh_file(self.data)
+            url = running.nats_url if running else None
         if not url:
             raise ConfigError(
                 f"no broker: no mesh runs in {self.data} (no {BUS_ENV} there); "

@@ -19,6 +19,7 @@ from infra.config import (
     load_up,
     num_cores,
 )
+from infra.mesh_file import RunningMesh, mesh_file
 from infra.parse import ModelSource, model, models, number, path, size_bytes, whole
 from infra.settings import TABLES, Configured, Sources, flags_of, load, settings_of, variable
 from schemas.errors import ConfigError
@@ -240,6 +241,15 @@ def test_the_url_is_found_beside_the_data(tmp_path: Path) -> None:
     assert bus.url("worker") == "nats://worker:b@h:1"
     assert bus.url("client") == "nats://client:a@h:1"
     assert BusConfig(data=tmp_path, nats_url="nats://x").url("worker") == "nats://x"
+
+
+def test_the_url_of_a_mesh_on_another_broker_is_found(tmp_path: Path) -> None:
+    """`mesh up --nats URL` has no bus.env; its mesh.json says where it is."""
+    mesh = RunningMesh(url="http://h:1", nats_url="nats://elsewhere", pid=1)
+    with mesh_file(tmp_path, mesh):
+        assert BusConfig(data=tmp_path).url("client") == "nats://elsewhere"
+    with pytest.raises(ConfigError):
+        BusConfig(data=tmp_path).url("client")
 
 
 def test_without_a_mesh_the_error_says_what_to_do(tmp_path: Path) -> None:
