@@ -5,7 +5,7 @@
 
 It listens on loopback only. Passwords are made per :class:`EmbeddedBroker`, in plain: a hash would
 cost every client of a restarted broker 0.1 s of its CPU. The child ends with this process, also
-when that is killed.
+when that is killed: more exactly with the thread that started it, so start it from the main one.
 """
 
 from __future__ import annotations
@@ -249,7 +249,8 @@ class EmbeddedBroker:
 
     def _write_env(self) -> None:
         lines = [f"NATS_URL={self.url(self._clients[0])}"] if self._clients else []
-        lines += [f"MESH_NATS_URL_{user.upper()}={self.url(user)}" for user in self._users]
+        for user in self._users:
+            lines.append(f"MESH_NATS_URL_{user.upper().replace('-', '_')}={self.url(user)}")
         _write_private(self.env_file, "\n".join(lines) + "\n")
 
     def _config(self) -> str:

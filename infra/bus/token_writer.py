@@ -88,7 +88,7 @@ class TokenWriter:
             QueueFull: :attr:`is_full`; the batch was not taken.
             PayloadTooLarge: it would never fit in a message; it was not taken.
 
-        Cost: 20 µs.
+        Cost: 35 to 50 µs of CPU, a reader in the same process included.
         """
         if self.is_full:
             raise QueueFull(f"{len(self._ring)} token batches wait for the bus")

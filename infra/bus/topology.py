@@ -49,7 +49,10 @@ class Limits:
 
 
 def stream_configs(times: Times, limits: Limits) -> list[StreamConfig]:
-    """All streams, buckets included."""
+    """All streams, buckets included, in the order in which they are made.
+
+    Every role may look for the last one, ``KV_mesh_models``: when that is there, all are.
+    """
     return [
         StreamConfig(
             name=WORK,
@@ -80,6 +83,16 @@ def stream_configs(times: Times, limits: Limits) -> list[StreamConfig]:
             **_common(times, limits),
         ),
         StreamConfig(
+            name=OBJECTS,
+            subjects=[f"$O.{OBJECTS_BUCKET}.C.>", f"$O.{OBJECTS_BUCKET}.M.>"],
+            max_age=times.token_stream_age_s,
+            max_bytes=limits.objects_bytes,
+            allow_direct=True,
+            allow_rollup_hdrs=True,
+            discard="new",  # type: ignore[arg-type]
+            **_common(times, limits),
+        ),
+        StreamConfig(
             name=MODELS,
             subjects=[f"$KV.{MODELS_BUCKET}.>"],
             max_msgs_per_subject=8,
@@ -87,16 +100,6 @@ def stream_configs(times: Times, limits: Limits) -> list[StreamConfig]:
             allow_direct=True,
             allow_rollup_hdrs=True,
             deny_delete=True,
-            discard="new",  # type: ignore[arg-type]
-            **_common(times, limits),
-        ),
-        StreamConfig(
-            name=OBJECTS,
-            subjects=[f"$O.{OBJECTS_BUCKET}.C.>", f"$O.{OBJECTS_BUCKET}.M.>"],
-            max_age=times.token_stream_age_s,
-            max_bytes=limits.objects_bytes,
-            allow_direct=True,
-            allow_rollup_hdrs=True,
             discard="new",  # type: ignore[arg-type]
             **_common(times, limits),
         ),

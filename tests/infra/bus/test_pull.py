@@ -216,6 +216,16 @@ async def test_topology_changes_settings_and_keeps_messages(bus, times):
     assert after["state"]["messages"] == 1
 
 
+async def test_processes_may_lay_the_topology_together(broker, connect):
+    """Several at once on an empty broker: all succeed."""
+    buses = [await connect("control") for _ in range(4)]
+    async with asyncio.TaskGroup() as tasks:
+        for each in buses:
+            tasks.create_task(ensure_topology(each))
+    names = (await buses[0].api("STREAM.NAMES"))["streams"]
+    assert len(names) == 5
+
+
 def test_consumer_names_are_legal_and_distinct(times):
     """Long model names give short names; own, shared and stage never meet."""
     long = subjects.served("org/" + "é" * 60, "main.1")
