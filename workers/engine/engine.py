@@ -134,7 +134,6 @@ class Engine:
         self._ended.pop(key, None)
         active = self._requests.pop(key, None)
         if active is not None:
-            active.group.pending = []
             for sequence in active.sequences:
                 self.scheduler.remove(sequence)
 

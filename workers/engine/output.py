@@ -113,8 +113,6 @@ class Detokenizer:
         self._context: list[int] = []
         self._context_text = ""
         self._move_context([t for t in tail if not vocabulary.is_silent(t)])
-        if self._context_text.endswith(REPLACEMENT):  # a prompt that ends within a character
-            self._move_context([])
 
     def push(self, token_id: int) -> str:
         """The text that became certain with this token, often that of the token itself."""
@@ -136,7 +134,7 @@ class Detokenizer:
         if text.startswith(self._context_text):
             piece = text[len(self._context_text) :]
         else:
-            piece = self._vocabulary.decode(self._held)
+            piece = self._vocabulary.decode(self._held)  # it changed what was shown before
         self._move_context(self._held)
         self._held = []
         return piece

@@ -67,7 +67,6 @@ class _Plan:
 
     budget: int
     chunks: dict[Sequence, Chunk] = field(default_factory=dict)
-    has_preempted: bool = False
 
     def add(self, sequence: Sequence, count: int, copy: tuple[int, int] | None = None) -> None:
         self.chunks[sequence] = Chunk(sequence, count, copy)
@@ -128,7 +127,7 @@ class Scheduler:
         return chain(self.waiting, self.running, self.parked)
 
     def num_promised(self) -> int:
-        """Slots that running sequences still need for the tokens they have now."""
+        """Slots that running sequences still need for tokens they have: prompts half computed."""
         return sum(max(0, self._num_missing(sequence)) for sequence in self.running)
 
     def complete(self, chunk: Chunk) -> None:
@@ -155,8 +154,7 @@ class Scheduler:
             if sequence.block_table and plan.budget:
                 count = min(sequence.num_uncomputed_tokens, plan.budget)
                 self._extend(sequence, count, plan)
-        if not plan.has_preempted:
-            self._admit_in_order(plan)
+        self._admit_in_order(plan)
         if not plan.chunks and self.waiting:
             self._admit_by_force(self.waiting[0], plan)
         return list(plan.chunks.values())
@@ -198,10 +196,10 @@ class Scheduler:
             self._preempt(victim, plan)
 
     def _admit(self, sequence: Sequence, plan: _Plan) -> bool:
-        """Start it if all its tokens find room beside what runs already."""
+        """Start it if all its tokens find room. Budget is left, so what runs has its room."""
         has_import = bool(sequence.block_table)
         source = None if has_import else self._take_prefix(sequence)
-        if self._num_missing(sequence) > self.pool.num_available - self.num_promised():
+        if self._num_missing(sequence) > self.pool.num_available:
             if not has_import:
                 self._drop_blocks(sequence)
             return False
@@ -268,7 +266,6 @@ class Scheduler:
     def _preempt(self, sequence: Sequence, plan: _Plan) -> None:
         """Take its blocks; what must be computed again goes back to its place in line."""
         plan.drop(sequence)
-        plan.has_preempted = True
         if sequence in self.parked and _is_short_cut(sequence):
             self._drop_root(sequence.group)
             return

@@ -100,6 +100,17 @@ def test_stop_string_cuts_the_text() -> None:
         assert report.finished[0].finish_reasons == ("stop",)
 
 
+def test_text_held_back_comes_with_the_last_token() -> None:
+    """When the limit ends the answer, what could have become a stop string is shown after all."""
+    text = vocabulary().decode(answer_of())
+    engine = make_engine()
+    with engines(engine):
+        engine.add(request_of("a", stop=(text[-5:] + "never",)))
+        report = run(engine)
+        assert text_of(report, "a") == text
+        assert len(report.outputs[-1].text) >= 5
+
+
 def test_the_end_of_the_context_ends_the_answer() -> None:
     """Prompt and answer together never exceed the context: "length"."""
     engine = make_engine()
@@ -232,6 +243,30 @@ def test_what_can_never_run_is_refused(request_: object, error: type[Exception])
         with pytest.raises(error):
             engine.add(request_)  # type: ignore[arg-type]
         assert not engine.has_work()
+
+
+def test_a_request_that_just_fits_the_pool_runs() -> None:
+    """Refusal is exact: the last token is sampled and never computed, so it needs no room."""
+    engine = make_engine(4)
+    with engines(engine):
+        engine.add(request_of("a", max_tokens=12))
+        assert tokens_of(run(engine), "a") == answer_of()
+        with pytest.raises(NoCapacity):
+            engine.add(request_of("b", max_tokens=13))
+
+
+def test_holding_several_choices_needs_room_for_prompt_and_one_fork() -> None:
+    """The prompt stays while its choices sample, so one more block is needed; they take turns."""
+    prompt = tuple(range(20, 28))
+    small, enough = make_engine(2), make_engine(3)
+    with engines(small, enough):
+        with pytest.raises(NoCapacity):
+            small.add(request_of("a", prompt, n=2, hold_after_first=True))
+        enough.add(request_of("a", prompt, n=2, hold_after_first=True))
+        report = run(enough)
+        assert len(report.outputs) == 2
+        assert len(report.held) == 1
+        enough.release("a")
 
 
 def test_a_held_request_needs_room_for_its_prompt_only() -> None:
@@ -431,6 +466,85 @@ def test_import_of_everything_computes_the_last_token_again() -> None:
         source.release("a")
         target.add(request_of("a", imported_blocks=there, num_imported_tokens=num_tokens))
         assert tokens_of(run(target), "a") == answer_of()
+
+
+def import_of(
+    source: Engine, target: Engine, key: str, prompt: tuple[int, ...], **fields: object
+) -> list[int]:
+    """Prefill in ``source``, hand over to ``target``; returns the first token in a list."""
+    first, blocks, num_tokens = held(source, prompt_ids=prompt, **fields)
+    there = target.reserve(key, num_tokens)
+    assert there is not None
+    copy_blocks(source, blocks, target, there)
+    source.release("a")
+    target.add(
+        request_of(
+            key,
+            prompt,
+            tokens=(tuple(first),),
+            imported_blocks=there,
+            num_imported_tokens=num_tokens,
+            **fields,
+        )
+    )
+    return first
+
+
+def test_imported_blocks_are_found_by_later_requests() -> None:
+    """Imported KV is as good as computed KV: full blocks are shared by hash."""
+    source, target = make_engine(), make_engine()
+    prompt = tuple(range(3, 16))
+    with engines(source, target):
+        import_of(source, target, "a", prompt)
+        run(target)
+        target.add(request_of("b", prompt))
+        report = run(target)
+        assert tokens_of(report, "b") == answer_of(prompt)
+        assert report.finished[0].num_cached_tokens == 12
+
+
+def test_import_that_waits_for_room_keeps_its_blocks() -> None:
+    """An import whose next token does not fit yet waits as it is; nothing is computed twice."""
+    source, target = make_engine(), make_engine(4)
+    prompt = tuple(range(3, 11))
+    with engines(source, target):
+        pinned = target.reserve("pinned", 2 * BLOCK_SIZE)
+        assert pinned is not None
+        first = import_of(source, target, "a", prompt, max_tokens=5)
+        assert run(target).outputs == []
+        assert target.reserve("other", 1) is None
+        target.release("pinned")
+        report = run(target)
+        assert first + tokens_of(report, "a") == answer_of(prompt, max_tokens=5)
+        assert report.num_computed_tokens == 4
+
+
+def test_a_reservation_leaves_room_for_prompts_half_computed() -> None:
+    """What a running prompt still needs is not given to an import."""
+    engine = make_engine(6, max_batch_tokens=8)
+    with engines(engine):
+        engine.add(request_of("a", tuple(range(3, 19)), max_tokens=1))
+        engine.step()
+        assert engine.reserve("b", 3 * BLOCK_SIZE) is None
+        assert engine.reserve("b", 2 * BLOCK_SIZE) is not None
+        run(engine)
+        assert engine.scheduler.num_preemptions == 0
+        engine.release("b")
+
+
+def test_an_engine_without_room_has_no_work() -> None:
+    """When only held blocks are in the way there is nothing to do until a release: has_work says
+    so, or the engine's thread would spin."""
+    engine = make_engine(4)
+    with engines(engine):
+        assert engine.reserve("pinned", 3 * BLOCK_SIZE) is not None
+        engine.add(request_of("a", (3, 4, 5, 6, 7)))
+        assert engine.has_work()
+        engine.step()
+        assert not engine.has_work()
+        engine.release("pinned")
+        assert engine.has_work()
+        assert tokens_of(run(engine), "a") == answer_of((3, 4, 5, 6, 7))
 
 
 def test_import_that_waits_may_lose_its_blocks_to_older_requests() -> None:

@@ -7,7 +7,7 @@ from schemas.requests import SamplingParams
 from tests.workers.engine.test_block_pool import CountedSlots
 from workers.engine.block_pool import BlockPool
 from workers.engine.scheduler import Chunk, EngineConfig, Scheduler
-from workers.engine.sequence import Group, Sequence
+from workers.engine.sequence import ROOT, Group, Sequence
 
 SIZE = 4
 
@@ -82,13 +82,13 @@ def test_the_number_of_sequences_is_bounded() -> None:
     assert bench.step() == {"0": 2, "1": 2}
 
 
-def test_room_promised_to_a_running_prompt_is_not_given_away() -> None:
-    """A prompt in chunks has not taken all its blocks yet, but they are spoken for."""
+def test_room_promised_to_a_running_prompt_is_known() -> None:
+    """A prompt in chunks has not taken all its blocks yet; reservations must leave them alone."""
     bench = Bench(5, max_batch_tokens=8)
     bench.add(16)
-    bench.add(8)
-    assert bench.step() == {"0": 8}
-    assert bench.step() == {"0": 8}
+    bench.step()
+    assert bench.pool.num_available == 3
+    assert bench.scheduler.num_promised() == 2
 
 
 def test_the_youngest_makes_room_and_keeps_its_tokens() -> None:
@@ -118,6 +118,7 @@ def test_preempted_sequence_finds_its_blocks_in_the_cache() -> None:
     assert young.block_table == []
     bench.scheduler.remove(old)
     assert bench.step() == {"1": 1}
+    assert young.group.num_cached_tokens == 0  # its own work is no hit
 
 
 def test_older_chunk_takes_blocks_of_a_decode_that_was_planned_already() -> None:
@@ -142,6 +143,27 @@ def test_prefix_is_shared_but_the_last_token_is_always_computed() -> None:
     assert twin.block_table[0] == first.block_table[0]
     assert twin.block_table[1] != first.block_table[1]
     assert twin.group.num_cached_tokens == 4
+
+
+def test_a_fork_begins_where_most_is_known() -> None:
+    """The cache may know more than a root that was evicted and is only half computed again."""
+    bench = Bench(16, max_batch_tokens=8)
+    cached = bench.add(12, first_id=0)
+    bench.step()
+    bench.step()
+    bench.scheduler.remove(cached)
+    choice = bench.add(12, first_id=0)
+    root = Sequence(
+        group=choice.group,
+        index=ROOT,
+        token_ids=list(choice.token_ids),
+        num_prompt_tokens=12,
+        block_table=bench.pool.allocate(1) or [],
+        num_computed_tokens=4,
+    )
+    choice.group.root = root
+    choice.group.keeps_root = True
+    assert bench.step() == {"1": 4}
 
 
 def test_generated_tokens_are_shared_too() -> None:
