@@ -23,7 +23,8 @@ TAG_FIELD = "schema"
 T = TypeVar("T")  # a message class, or a union of them
 
 _encode = msgspec.msgpack.Encoder().encode
-_PATH = re.compile(r" - at `(?P<path>[^`]*)`")
+_PATH = re.compile(r" - at (?:`key` in )?`(?P<path>[^`]*)`")
+_MISSING = re.compile(r"missing required field `(?P<field>[^`]*)`")
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field=TAG_FIELD):
@@ -50,7 +51,8 @@ def decode(data: bytes, kind: type[T]) -> T:
 
     Raises:
         SchemaError: truncated bytes, an unknown tag, a missing field or a wrong type; ``param``
-            is the path, ``$`` the message itself.
+            is the path, ``$`` the message itself. A message without a tag is taken as ``kind``
+            when that is one class.
     """
     try:
         message: T = _decoder(cast(Hashable, kind)).decode(data)
@@ -72,10 +74,16 @@ def decode_json(data: bytes, kind: type[T]) -> T:
     return message
 
 
+def is_json(data: bytes) -> bool:
+    """Whether ``data``, which is a message in either form, is JSON: ours are objects."""
+    return data.lstrip()[:1] == b"{"
+
+
 def _schema_error(error: Exception) -> SchemaError:
     text = str(error)
-    found = _PATH.search(text)
-    return SchemaError(text, param=found.group("path") if found else "$")
+    found, missing = _PATH.search(text), _MISSING.search(text)
+    path = found.group("path") if found else "$"
+    return SchemaError(text, param=f"{path}.{missing.group('field')}" if missing else path)
 
 
 def tag_of(kind: type[Message]) -> str:

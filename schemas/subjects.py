@@ -29,22 +29,32 @@ ROOT = "mesh.v1"
 ANY = "any"
 
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_")
+_MAX_NAME = 512  # encoded; the broker drops a connection whose subjects are over 4 KiB
 _TOKEN = re.compile(r"[A-Za-z0-9_=@-]{1,255}\Z")
+_SERVED = re.compile(rf"[A-Za-z0-9_=-]{{1,{_MAX_NAME}}}@[A-Za-z0-9_=-]{{1,{_MAX_NAME}}}\Z")
 _READER = re.compile(r"[A-Za-z0-9_-]{1,64}\.[A-Za-z0-9_-]{1,64}\Z")
 _ID = re.compile(r"[A-Za-z0-9_-]{8,64}\Z")
 
 
 def encode_name(name: str) -> str:
-    """A model name as one subject token (also a legal KV key): other bytes become ``=XX``."""
-    if not name:
-        raise SchemaError("a name may not be empty", param="model")
-    return "".join(
-        c if c in _PLAIN else "".join(f"={byte:02X}" for byte in c.encode()) for c in name
-    )
+    """A model name as one subject token (also a legal KV key): other bytes become ``=XX``.
+
+    Raises:
+        SchemaError: it is empty, too long for a subject, or no Unicode text.
+    """
+    try:
+        token = "".join(
+            c if c in _PLAIN else "".join(f"={byte:02X}" for byte in c.encode()) for c in name
+        )
+    except UnicodeEncodeError as error:
+        raise SchemaError("a name must be Unicode text", param="model") from error
+    if not 0 < len(token) <= _MAX_NAME:
+        raise SchemaError(f"a name has 1 to {_MAX_NAME} characters, encoded", param="model")
+    return token
 
 
 def decode_name(token: str) -> str:
-    """The inverse of :func:`encode_name`."""
+    """The inverse of :func:`encode_name`; SchemaError for what that never gives."""
     out = bytearray()
     i = 0
     try:
@@ -55,9 +65,12 @@ def decode_name(token: str) -> str:
             else:
                 out += token[i].encode()
                 i += 1
-        return out.decode()
+        name = out.decode()
     except ValueError as error:
         raise SchemaError(f"subject token {token!r} is no encoded name", param="subject") from error
+    if not name or encode_name(name) != token:
+        raise SchemaError(f"subject token {token!r} is no encoded name", param="subject")
+    return name
 
 
 def served(model: str, revision: str) -> str:
@@ -94,6 +107,12 @@ def default_reader(request_id: str) -> str:
     return f"client.{check_request_id(request_id)}"
 
 
+def _served(token: str) -> str:
+    if not _SERVED.match(token):
+        raise SchemaError(f"{token!r} is no <model@rev>", param="served")
+    return token
+
+
 def _worker(worker: str) -> str:
     if not _TOKEN.match(worker):
         raise SchemaError(f"{worker!r} is no worker id", param="worker")
@@ -107,17 +126,17 @@ def admission(model: str) -> str:
 
 def prefill(served_model: str, worker: str = ANY) -> str:
     """Prefill tasks for one worker, or for whoever pulls first."""
-    return f"{ROOT}.prefill.{served_model}.{_worker(worker)}"
+    return f"{ROOT}.prefill.{_served(served_model)}.{_worker(worker)}"
 
 
 def kv_ready(served_model: str) -> str:
     """Where finished prefills are announced."""
-    return f"{ROOT}.kv-ready.{served_model}"
+    return f"{ROOT}.kv-ready.{_served(served_model)}"
 
 
 def decode(served_model: str, worker: str = ANY) -> str:
     """Decode tasks for one worker, or for whoever pulls first."""
-    return f"{ROOT}.decode.{served_model}.{_worker(worker)}"
+    return f"{ROOT}.decode.{_served(served_model)}.{_worker(worker)}"
 
 
 def request_record(request_id: str) -> str:
