@@ -72,13 +72,16 @@ class ObjectBox:
 
         Raises:
             ObjectMissing: no such object any more, or parts of it are gone.
+            PayloadTooLarge: over ``max_bytes``; nothing was read.
             BusUnavailable: not read.
         """
         described = await self._bus.last_message(OBJECTS, _description(name))
         if described is None:
             raise ObjectMissing(f"object {name} is not in the store")
-        digest = json.loads(described.data)["digest"]
-        parts = [message.data async for message in replay(self._bus, OBJECTS, _chunks(name))]
+        nuid, size, digest = _described(name, described.data)
+        if size > self._max_bytes:
+            raise PayloadTooLarge(f"object {name} has {size} bytes, over {self._max_bytes}")
+        parts = [message.data async for message in replay(self._bus, OBJECTS, _chunks(nuid))]
         data = b"".join(parts)
         if digest != f"SHA-256={_digest(data)}":
             raise ObjectMissing(f"object {name} has lost parts: {len(data)} bytes are left")
@@ -106,14 +109,26 @@ async def load_payload(bus: Bus, message: WorkMessage) -> bytes:
     """The payload of a work message, wherever it lies.
 
     Raises:
-        ObjectMissing, BusUnavailable: as :meth:`ObjectBox.get`.
+        ObjectMissing, PayloadTooLarge, BusUnavailable: as :meth:`ObjectBox.get`.
     """
     name = message.headers.get(OBJECT)
     return message.data if name is None else await ObjectBox(bus).get(name)
 
 
-def _chunks(name: str) -> str:
-    return f"$O.{OBJECTS_BUCKET}.C.{name}"
+def _described(name: str, data: bytes) -> tuple[str, int, str]:
+    """Where the chunks of an object lie, their size and digest; any client may have put it."""
+    try:
+        found = json.loads(data)
+        nuid, size, digest = str(found["nuid"]), int(found["size"]), str(found["digest"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ObjectMissing(f"object {name} has no usable description") from error
+    if not nuid.isalnum():
+        raise ObjectMissing(f"object {name} has no usable description")
+    return nuid, size, digest
+
+
+def _chunks(nuid: str) -> str:
+    return f"$O.{OBJECTS_BUCKET}.C.{nuid}"
 
 
 def _description(name: str) -> str:
