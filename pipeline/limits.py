@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 from schemas.errors import InvalidRequest
@@ -30,6 +29,7 @@ RANGES: dict[str, Range] = {
     "logprobs": Range(0, 20),
     "n": Range(1, 64),
 }
+PRIORITY = Range(-(2**31), 2**31 - 1)
 LOGIT_BIAS = Range(-100.0, 100.0)
 MAX_STOPS = 16
 MAX_STOP_CHARS = 512
@@ -38,8 +38,18 @@ MAX_BIASED_TOKENS = 1024
 
 def check_number(field: str, value: float | None) -> None:
     """Raise InvalidRequest, naming ``field``, when ``value`` lies outside its range."""
-    low, high = RANGES[field]
-    if value is not None and not (math.isfinite(value) and low <= value <= high):
+    if value is not None:
+        _check(field, value, RANGES[field])
+
+
+def check_priority(value: int) -> None:
+    """Raise InvalidRequest when ``value`` is no priority."""
+    _check("priority", value, PRIORITY)
+
+
+def _check(field: str, value: float, allowed: Range) -> None:
+    low, high = allowed
+    if not low <= value <= high:  # NaN is in no range
         raise InvalidRequest(f"{field} must be from {low} to {high}, not {value}", param=field)
 
 
@@ -61,7 +71,7 @@ def check_sampling(params: SamplingParams) -> None:
     if len(params.logit_bias) > MAX_BIASED_TOKENS:
         raise InvalidRequest(f"at most {MAX_BIASED_TOKENS} tokens", param="logit_bias")
     for bias in params.logit_bias.values():
-        if not (math.isfinite(bias) and LOGIT_BIAS.low <= bias <= LOGIT_BIAS.high):
+        if not LOGIT_BIAS.low <= bias <= LOGIT_BIAS.high:
             raise InvalidRequest("a bias must be from -100 to 100", param="logit_bias")
 
 
