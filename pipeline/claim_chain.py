@@ -12,6 +12,7 @@ from infra.bus import Bus, WrongLastSequence
 from infra.bus.names import TOKENS
 from schemas import subjects
 from schemas.codec import decode, encode
+from schemas.errors import BusUnavailable, SchemaError
 from schemas.requests import RequestRecord
 from schemas.tokens import ChainEntry, Claim, decode_chain_entry
 
@@ -20,7 +21,11 @@ _ATTEMPTS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainTip:
-    """The last entry of a chain; an empty chain has sequence 0 and no entry."""
+    """The last entry of a chain; an empty chain has sequence 0 and no entry.
+
+    An entry that can't be read has its sequence only. A client may write to its own chains, and
+    harms nobody but itself with it.
+    """
 
     seq: int
     entry: ChainEntry | None
@@ -43,6 +48,9 @@ class ClaimChain:
     async def append(self, reader: str, entry: ChainEntry, after_seq: int) -> int | None:
         """Append ``entry`` when the chain's last entry is the one at ``after_seq``.
 
+        BusUnavailable leaves open whether it was stored. Who must know calls again with the same
+        entry: one that lies right after ``after_seq`` already counts as this call's.
+
         Returns:
             The sequence of the new entry, or None when somebody else was first.
         """
@@ -53,7 +61,8 @@ class ClaimChain:
                 expect_last_subject_seq=after_seq,
             )
         except WrongLastSequence:
-            return await self._own_lost_ack(reader, entry, after_seq)
+            tip = await self.tip(reader, entry.request_id)
+            return tip.seq if tip.seq > after_seq and tip.entry == entry else None
         return stored.seq
 
     async def tip(self, reader: str, request_id: str) -> ChainTip:
@@ -61,13 +70,19 @@ class ClaimChain:
         last = await self._bus.last_message(TOKENS, subjects.chain(reader, request_id))
         if last is None:
             return ChainTip(seq=0, entry=None)
-        return ChainTip(seq=last.seq, entry=decode_chain_entry(last.data))
+        try:
+            return ChainTip(seq=last.seq, entry=decode_chain_entry(last.data))
+        except SchemaError:
+            return ChainTip(seq=last.seq, entry=None)
 
     async def end(self, reader: str, entry: ChainEntry) -> ChainTip:
         """Append the terminal ``entry`` on top of whatever the chain holds, unless it has ended.
 
         Returns:
             The tip afterwards: ``entry`` itself, or the terminal entry that was there first.
+
+        Raises:
+            BusUnavailable: not known to be ended; the same call again is harmless.
         """
         for _ in range(_ATTEMPTS):
             tip = await self.tip(reader, entry.request_id)
@@ -76,14 +91,9 @@ class ClaimChain:
             seq = await self.append(reader, entry, tip.seq)
             if seq is not None:
                 return ChainTip(seq=seq, entry=entry)
-        return await self.tip(reader, entry.request_id)
+        raise BusUnavailable(f"the chain of {entry.request_id} grows faster than it can be ended")
 
     async def record(self, request_id: str) -> tuple[int, RequestRecord] | None:
         """The admitted request and its stream sequence, while the stream still has it."""
         last = await self._bus.last_message(TOKENS, subjects.request_record(request_id))
         return None if last is None else (last.seq, decode(last.data, RequestRecord))
-
-    async def _own_lost_ack(self, reader: str, entry: ChainEntry, after_seq: int) -> int | None:
-        """An append whose answer was lost looks like a conflict when it is tried again."""
-        tip = await self.tip(reader, entry.request_id)
-        return tip.seq if tip.seq > after_seq and tip.entry == entry else None

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from infra.bus import Bus, WorkMessage
 from pipeline.claim_chain import ClaimChain
 from schemas import subjects
-from schemas.codec import encode
+from schemas.codec import encode, is_json
 from schemas.control import DeadLetter
 from schemas.errors import MeshError, SchemaError
 from schemas.headers import REQUEST
 
 _MAX_PAYLOAD = 512 * 1024  # of a dead letter; what is longer is cut
+_MAX_HEADERS = 32
+_MAX_HEADER_CHARS = 1024
 
 
 class KnownRequest(NamedTuple):
@@ -28,17 +30,18 @@ class KnownRequest(NamedTuple):
 async def bury(
     bus: Bus, message: WorkMessage, data: bytes, error: MeshError, stage: str, process: str
 ) -> None:
-    """Store a dead letter.
+    """Store a dead letter; parts over the limits above, or the broker's, are cut.
 
     Raises:
         BusUnavailable: not stored; the message must stay where it is.
     """
+    headers = list(message.headers.items())[:_MAX_HEADERS]
     letter = DeadLetter(
         subject=message.subject,
         reason=error.message,
         code=error.code,
-        payload=data[:_MAX_PAYLOAD],
-        headers=dict(message.headers),
+        payload=data[: min(_MAX_PAYLOAD, bus.max_payload // 2)],
+        headers={name: value[:_MAX_HEADER_CHARS] for name, value in headers},
         stage=stage,
         process=process,
         unix_ms=bus.now_unix_ms(),
@@ -51,32 +54,35 @@ async def bury(
 async def known_request(
     chain: ClaimChain, headers: Mapping[str, str], data: bytes
 ) -> KnownRequest | None:
-    """The request behind an undecodable message: by its header and record, or by the two words
-    that even a wrong admission message may carry. None when nobody can be told."""
-    request_id = headers.get(REQUEST)
-    try:
-        if request_id is not None:
-            found = await chain.record(subjects.check_request_id(request_id))
-            if found is not None:
-                return KnownRequest(request_id, found[1].reader)
-        return _sniff(data, request_id)
-    except SchemaError:
-        return None
-
-
-def _sniff(data: bytes, request_id: str | None) -> KnownRequest | None:
-    decoder = msgspec.json if data.lstrip()[:1] == b"{" else msgspec.msgpack
-    try:
-        found = decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return None
-    if not isinstance(found, dict):
-        return None
-    request_id = request_id or found.get("request_id")
+    """The request behind an undecodable message, by its header or the words that even a wrong
+    admission message may carry; its reader, by its record, those words or the default. None when
+    nobody can be told."""
+    words = _words(data)
+    request_id = headers.get(REQUEST) or words.request_id
     if not isinstance(request_id, str):
         return None
-    reader = found.get("reader")
-    subjects.check_request_id(request_id)
-    if not isinstance(reader, str):
-        reader = subjects.default_reader(request_id)
-    return KnownRequest(request_id, subjects.check_reader(reader))
+    try:
+        found = await chain.record(subjects.check_request_id(request_id))
+    except SchemaError:
+        return None
+    if found is not None:
+        return KnownRequest(request_id, found[1].reader)
+    try:
+        return KnownRequest(request_id, subjects.check_reader(str(words.reader)))
+    except SchemaError:
+        return KnownRequest(request_id, subjects.default_reader(request_id))
+
+
+class _Words(msgspec.Struct):
+    """What may be read of a request that is wrong elsewhere, whatever it is."""
+
+    request_id: Any = None
+    reader: Any = None
+
+
+def _words(data: bytes) -> _Words:
+    decode = msgspec.json.decode if is_json(data) else msgspec.msgpack.decode
+    try:
+        return decode(data, type=_Words)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return _Words()

@@ -4,12 +4,15 @@ This file alone pulls, checks deadlines, decodes, calls, publishes, and *then* a
 ends in exactly one of: what the handler says comes next; a terminal entry on the request's chain;
 another delivery; a dead letter. Which one, by what the handler does:
 
-    returns Handled                   its messages are stored, then the ack
+    returns Handled                   its messages are stored, one after the other, then the ack
     raises a retryable MeshError      delivered again after a pause (BusUnavailable, NoCapacity)
     raises another MeshError          StreamError on the chain: the client hears of it
     raises anything else              delivered again a few times; then dead letter, StreamError
     bytes that are no such message    dead letter, and StreamError where the request is known
     past its deadline                 Expired on the chain
+
+Should even that fail, for the broker is away or refuses, the message is left un-acked and comes
+again. No message ends the process.
 """
 
 from __future__ import annotations
@@ -23,7 +26,6 @@ from typing import Generic, TypeVar
 from nats.js.api import ConsumerConfig
 
 from infra.bus import Bus, WorkMessage, WorkPull, load_payload, publish_work
-from infra.failure import first_mesh_error
 from infra.log import Logger
 from infra.metrics import Metrics
 from infra.task_scope import task_scope
@@ -31,14 +33,18 @@ from pipeline.claim_chain import ClaimChain
 from pipeline.dead_letters import bury, known_request
 from schemas import subjects
 from schemas.codec import Message, decode, encode, tag_of
-from schemas.errors import BusUnavailable, EngineFailed, MeshError, SchemaError
-from schemas.headers import WorkHeaders
+from schemas.decode import DecodeTask
+from schemas.errors import BusUnavailable, EngineFailed, MeshError, QueueFull, SchemaError
+from schemas.headers import REQUEST, SCHEMA, WorkHeaders
+from schemas.kv import KvReady
+from schemas.prefill import PrefillTask
 from schemas.tokens import Expired, StreamError
 
 CRASH_LIMIT = 3  # deliveries of a message whose handler raises what it should not
 _RETRY_S = (0.05, 0.2, 0.5, 1.0)
 
 T = TypeVar("T", bound=Message)
+Task = TypeVar("Task", bound=PrefillTask | DecodeTask | KvReady)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,12 +98,14 @@ class Stage(Generic[T]):
 
     Args:
         name: for log and metrics: "admission", "prefill", ...
-        parse: bytes to :class:`Work`; raises SchemaError.
+        parse: bytes to :class:`Work` whose ids can stand in subjects; raises SchemaError.
         reader_of: the reader of a decoded message, for errors that its client must hear.
         capacity: how many more messages this process would take now, running ones not counted.
         concurrency: the most that are handled at once.
         on_fenced: called when our own consumer was deleted under us: somebody declared us dead.
             None for a consumer that is shared.
+        waits_when_full: a full queue behind this stage is waited for; else the client hears
+            QueueFull.
     """
 
     def __init__(
@@ -112,6 +120,7 @@ class Stage(Generic[T]):
         capacity: Callable[[], int] | None = None,
         concurrency: int = 32,
         on_fenced: Callable[[], None] | None = None,
+        waits_when_full: bool = True,
     ) -> None:
         self.name = name
         self._ctx = ctx
@@ -120,6 +129,7 @@ class Stage(Generic[T]):
         self._handler = handler
         self._capacity = capacity
         self._concurrency = concurrency
+        self._waits_when_full = waits_when_full
         self._running: dict[int, WorkMessage] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._pull = WorkPull(
@@ -155,6 +165,8 @@ class Stage(Generic[T]):
 
     def _take(self, message: WorkMessage) -> None:
         assert self._tasks is not None, "a stage is run before it takes"
+        if message.stream_seq in self._running:
+            return  # delivered again while it is in work here: that work ends it
         self._running[message.stream_seq] = message
         self._tasks.create_task(self._handle(message))
 
@@ -170,11 +182,14 @@ class Stage(Generic[T]):
 
     async def _handle(self, message: WorkMessage) -> None:
         started_s = time.perf_counter()
-        outcome, facts = "failed", {"subject": message.subject}
+        outcome, facts = "cut_off", {"subject": message.subject}
         try:
             outcome = await self._finish(message, facts)
         except BusUnavailable as error:
             outcome, facts["reason"] = "bus_away", error.message  # un-acked: it comes again
+        except Exception:
+            outcome = "failed"  # the same; it may be for the broker's sake, not the message's
+            self._ctx.log.exception("stage_failed", stage=self.name, **facts)
         finally:
             self._running.pop(message.stream_seq, None)
             seconds = time.perf_counter() - started_s
@@ -196,7 +211,9 @@ class Stage(Generic[T]):
         try:
             data = await load_payload(self._ctx.bus, message)
             work = self._parse(message, data)
-        except SchemaError as error:
+        except BusUnavailable:
+            raise
+        except MeshError as error:
             return await self._undecodable(message, data, error, facts)
         facts |= {"request_id": work.headers.request_id, "epoch": str(work.headers.epoch)}
         reader = self._reader_of(work.message)
@@ -206,28 +223,18 @@ class Stage(Generic[T]):
             return "expired"
         try:
             handled = await self._handler(work)
+            for outgoing in handled.publish:
+                await self._publish(outgoing, work.headers)
         except MeshError as error:
             return await self._refused(message, work, reader, error, facts)
         except Exception:
             self._ctx.log.exception("stage_crashed", stage=self.name, **facts)
             return await self._crashed(message, data, work, reader)
-        await self._publish(handled, work.headers)
         await message.ack()
         return handled.outcome
 
-    async def _publish(self, handled: Handled, headers: WorkHeaders) -> None:
-        """Store everything that comes next; returns when the broker has it all."""
-        if len(handled.publish) == 1:
-            await self._publish_one(handled.publish[0], headers)
-        elif handled.publish:
-            try:
-                async with asyncio.TaskGroup() as tasks:
-                    for outgoing in handled.publish:
-                        tasks.create_task(self._publish_one(outgoing, headers))
-            except BaseExceptionGroup as group:
-                raise first_mesh_error(group) or group from group
-
-    async def _publish_one(self, outgoing: Outgoing, headers: WorkHeaders) -> None:
+    async def _publish(self, outgoing: Outgoing, headers: WorkHeaders) -> None:
+        """Store one message that comes next; returns when the broker has it."""
         bus, message = self._ctx.bus, outgoing.message
         if outgoing.epoch is None:
             await bus.publish_stored(outgoing.subject, encode(message), msg_id=outgoing.msg_id)
@@ -252,7 +259,8 @@ class Stage(Generic[T]):
         facts: dict[str, str],
     ) -> str:
         facts["code"] = error.code
-        if error.retryable and not isinstance(error, SchemaError):
+        waits = self._waits_when_full if isinstance(error, QueueFull) else error.retryable
+        if waits:
             pause = _RETRY_S[min(message.num_delivered, len(_RETRY_S)) - 1]
             await message.nak(pause)
             return "later"
@@ -273,7 +281,7 @@ class Stage(Generic[T]):
         return "dead"
 
     async def _undecodable(
-        self, message: WorkMessage, data: bytes, error: SchemaError, facts: dict[str, str]
+        self, message: WorkMessage, data: bytes, error: MeshError, facts: dict[str, str]
     ) -> str:
         facts |= {"code": error.code, "param": error.param or "", "reason": error.message}
         known = await known_request(self._ctx.chain, message.headers, data)
@@ -283,7 +291,7 @@ class Stage(Generic[T]):
             await self._ctx.chain.end(known.reader, failed)
         await bury(self._ctx.bus, message, data, error, self.name, self._ctx.process)
         self._ctx.metrics.dead_letters.labels(self.name).inc()
-        await message.term(f"{error.code}: {error.param}")
+        await message.term(error.code)
         return "dead"
 
     async def _end(self, reader: str, headers: WorkHeaders, error: MeshError) -> None:
@@ -292,15 +300,18 @@ class Stage(Generic[T]):
         await self._ctx.chain.end(reader, failed)
 
 
-def parse_as(kind: type[T]) -> Parser[T]:
+def parse_as(kind: type[Task]) -> Parser[Task]:
     """The parser of a work message that carries our headers and one message class."""
     tag = tag_of(kind)
 
-    def parse(message: WorkMessage, data: bytes) -> Work[T]:
+    def parse(message: WorkMessage, data: bytes) -> Work[Task]:
         headers = WorkHeaders.from_dict(message.headers)
         if headers.schema != tag:
-            raise SchemaError(f"header says {headers.schema!r}, not {tag!r}", param="Mesh-Schema")
-        subjects.check_request_id(headers.request_id)
-        return Work(subject=message.subject, message=decode(data, kind), headers=headers)
+            raise SchemaError(f"header says {headers.schema!r}, not {tag!r}", param=SCHEMA)
+        task = decode(data, kind)
+        if subjects.check_request_id(task.request_id) != headers.request_id:
+            raise SchemaError("header and body name two requests", param=REQUEST)
+        subjects.check_reader(task.reader)
+        return Work(subject=message.subject, message=task, headers=headers)
 
     return parse
