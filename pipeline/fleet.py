@@ -36,9 +36,12 @@ class Fleet:
 
     def hear(self, beat: Beat, now_s: float) -> None:
         """Take a heartbeat. One that says "gone" is a verdict: no need to wait for silence."""
+        known = self._members.get(beat.process)
+        if known is not None and known.beat.worker != beat.worker:
+            self._bury(known.beat, now_s)  # it came back under another id: the old one is over
         if beat.state == "gone":
-            known = self._members.pop(beat.process, None)
-            self._bury(known.beat if known else beat, now_s)
+            self._members.pop(beat.process, None)
+            self._bury(beat, now_s)
         elif not (beat.worker and beat.worker in self._dead_workers):
             self._members[beat.process] = Member(beat, now_s)
 

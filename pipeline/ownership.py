@@ -33,6 +33,7 @@ from schemas.tokens import (
 )
 
 Terminal = StreamEnd | StreamError | Cancelled | Expired
+_REMEMBERED_ENDS = 16384  # longer than any older news of them may still be under way
 
 
 @dataclass(slots=True)
@@ -144,10 +145,15 @@ class Holding:
 
 
 class Ledger:
-    """Who holds what, from the last entry of every chain. What ended is forgotten."""
+    """Who holds what, from the last entry of every chain.
+
+    What ended is forgotten, but for the latest ids: who reads the stored entries while live ones
+    come hears of an end first and of the claim before it afterwards.
+    """
 
     def __init__(self) -> None:
         self._holdings: dict[str, Holding] = {}
+        self._ended: dict[str, None] = {}  # oldest first
         self._by_worker: dict[str, dict[str, Holding]] = {}
 
     def __len__(self) -> int:
@@ -160,7 +166,7 @@ class Ledger:
             The holding that a terminal entry ended, so that its worker can be told; else None.
         """
         known = self._holdings.get(entry.request_id)
-        if known is not None and seq <= known.seq:
+        if entry.request_id in self._ended or (known is not None and seq <= known.seq):
             return None
         if known is not None:
             self._forget(known)
@@ -169,6 +175,9 @@ class Ledger:
                 Holding(request_id=entry.request_id, reader=reader, claim=entry, seq=seq)
             )
             return None
+        self._ended[entry.request_id] = None
+        if len(self._ended) > _REMEMBERED_ENDS:
+            del self._ended[next(iter(self._ended))]
         return known
 
     def get(self, request_id: str) -> Holding | None:
@@ -191,6 +200,7 @@ class Ledger:
         """The two indexes name the same holdings."""
         listed = {h.request_id: h for held in self._by_worker.values() for h in held.values()}
         assert listed == self._holdings
+        assert not self._ended.keys() & self._holdings.keys(), "an ended request is held"
         assert all(self._by_worker.values()), "an empty worker is kept"
 
     def _remember(self, holding: Holding) -> None:

@@ -14,7 +14,9 @@ build upon, so the claim decides. A restarted one reads the last entry of every 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from collections import deque
 
 from infra.bus import Bus, Msg, WorkMessage
 from infra.bus.names import TOKENS
@@ -29,12 +31,13 @@ from pipeline.ownership import Holding, Ledger
 from schemas import subjects
 from schemas.codec import decode, encode, tag_of
 from schemas.control import Beat, CancelWord
-from schemas.errors import BusUnavailable, SchemaError
+from schemas.errors import BusUnavailable, MeshError, SchemaError
 from schemas.headers import WorkHeaders
 from schemas.prefill import PrefillTask
-from schemas.tokens import Cancelled, Expired, StreamError, decode_chain_entry
+from schemas.tokens import Cancelled, ChainEntry, Expired, StreamError, decode_chain_entry
 
 _REMEMBER_VERDICTS_S = 3600.0
+_OVERDUE_MS = 500  # later than the workers themselves: mostly they were faster
 
 
 class TakeOver:
@@ -54,26 +57,33 @@ class TakeOver:
         self._metrics = metrics
         self._log = log
         self._placed: dict[str, int] = {}  # request -> the chain entry it was placed upon
-        self._to_reap: list[Beat] = []
+        self._to_reap: deque[Beat] = deque()
         self._must_read = True
-        self._ended: asyncio.Queue[tuple[str, str]] = asyncio.Queue(4096)  # (worker, request)
+        self._present_s = time.monotonic()  # when this loop was last seen to run
+        # (worker, request); what finds it full is not told: its chain says the same
+        self._ended: asyncio.Queue[tuple[str, str]] = asyncio.Queue(4096)
         self._someone_died = asyncio.Event()
+        self._must_reap = asyncio.Event()
 
     async def run(self) -> None:
         """Watch until cancelled."""
         bus = self._bus
-        await bus.subscribe(subjects.ALL_BEATS, self._hear_beat)
-        await bus.subscribe(subjects.live(subjects.ALL_CHAINS), self._hear_chain)
+        beats = await bus.subscribe(subjects.ALL_BEATS, self._hear_beat)
+        chains = await bus.subscribe(subjects.live(subjects.ALL_CHAINS), self._hear_chain)
         bus.on_reconnected.append(self._mark_stale)
         bus.on_error.append(self._on_error)
+        self._mark_stale()  # what was said before was not heard
         try:
             async with task_scope() as tasks:
                 tasks.create_task(self._tell_workers(), name="cancel words")
-                tasks.create_task(self._sweep_for_ever(), name="reaper")
+                tasks.create_task(self._reap_for_ever(), name="reaper")
+                tasks.create_task(self._be_present(), name="presence")
                 await self._tick_for_ever()
         finally:
             bus.on_reconnected.remove(self._mark_stale)
             bus.on_error.remove(self._on_error)
+            await beats.unsubscribe()
+            await chains.unsubscribe()
 
     # What is heard ---------------------------------------------------------------------------
 
@@ -87,15 +97,22 @@ class TakeOver:
             self._someone_died.set()
 
     def _hear_chain(self, message: Msg) -> None:
-        headers = message.headers or {}
-        self._apply(int(headers.get("Nats-Sequence", 0)), message.subject, message.data)
+        seq = (message.headers or {}).get("Nats-Sequence")
+        if seq is not None:  # else not the stream's own word
+            self._apply(int(seq), message.subject, message.data)
 
     def _apply(self, seq: int, subject: str, data: bytes) -> None:
+        """Clients may write to their own chains: an entry counts for the request of its subject."""
         try:
             entry = decode_chain_entry(data)
-            reader, _ = subjects.split_stream_subject(subject)
+            reader, request_id = subjects.split_stream_subject(subject)
+            subjects.check_reader(reader)
         except SchemaError:
             return
+        if entry.request_id == request_id:
+            self._note(seq, reader, entry)
+
+    def _note(self, seq: int, reader: str, entry: ChainEntry) -> None:
         ended = self.ledger.apply(seq, reader, entry)
         if ended is not None:
             self._placed.pop(ended.request_id, None)
@@ -116,49 +133,52 @@ class TakeOver:
         async for message in chains:
             self._apply(message.seq, message.subject, message.data)
 
+    # Who may judge ---------------------------------------------------------------------------
+
+    async def _be_present(self) -> None:
+        """So that a tick that waits long for the broker is not taken for our own absence."""
+        while True:
+            self._note_presence()
+            await asyncio.sleep(self._bus.times.beat_s / 4)
+
+    def _note_presence(self) -> None:
+        """Who was away itself, frozen or cut off from the bus, may not judge."""
+        now_s = time.monotonic()
+        was_away = now_s - self._present_s > self._bus.times.dead_s / 2
+        if was_away or not self._bus.is_connected:
+            self._fleet.listen_anew(now_s)
+        self._present_s = now_s
+
     # What is done ----------------------------------------------------------------------------
 
     async def _tick_for_ever(self) -> None:
-        times = self._bus.times
-        tick_s = times.beat_s / 4
-        before_s = time.monotonic()
         while True:
-            now_s = time.monotonic()
-            if not self._bus.is_connected or now_s - before_s > times.dead_s / 2:
-                self._fleet.listen_anew(now_s)  # who was away itself may not judge
-            before_s = now_s
             try:
-                await self._tick(now_s)
-            except BusUnavailable as error:
+                if self._bus.is_connected:
+                    await self._tick()
+            except MeshError as error:
                 self._must_read = True
-                self._log.warning("takeover_tick_failed", reason=error.message)
-            try:
-                async with asyncio.timeout(tick_s):
-                    await self._someone_died.wait()
-            except TimeoutError:
-                continue
-            self._someone_died.clear()
+                self._log.warning("takeover_tick_failed", code=error.code, reason=error.message)
+            await _set_or_late(self._someone_died, self._bus.times.beat_s / 4)
 
-    async def _tick(self, now_s: float) -> None:
-        if not self._bus.is_connected:
-            return
+    async def _tick(self) -> None:
         if self._must_read:
             await self._read_chains()
+        self._note_presence()
+        now_s = time.monotonic()
         self._fleet.judge(now_s)
         self._fleet.forget_verdicts(now_s - _REMEMBER_VERDICTS_S)
-        self._to_reap += self._fleet.take_verdicts()
+        if verdicts := self._fleet.take_verdicts():
+            self._to_reap += verdicts
+            self._must_reap.set()
         for worker in self.ledger.workers():
             if self._fleet.is_dead(worker, now_s):
                 for holding in self.ledger.held_by(worker):
                     await self._place_again(holding)
-        while self._to_reap:
-            await self._reap(self._to_reap[0])
-            del self._to_reap[0]
-        # Half a second later than the workers themselves: mostly they were faster.
-        for holding in self.ledger.overdue(self._bus.now_unix_ms() - 500):
+        for holding in self.ledger.overdue(self._bus.now_unix_ms() - _OVERDUE_MS):
             tip = await self._chain.end(holding.reader, Expired(request_id=holding.request_id))
             if tip.entry is not None:
-                self.ledger.apply(tip.seq, holding.reader, tip.entry)
+                self._note(tip.seq, holding.reader, tip.entry)
         for role in ("prefill", "decode"):
             alive = sum(role in beat.roles for beat in self._fleet.members())
             self._metrics.live_workers.labels(role).set(alive)
@@ -168,26 +188,27 @@ class TakeOver:
         if self._placed.get(holding.request_id) == holding.seq:
             return
         claim, epoch = holding.claim, holding.claim.epoch + 1
-        await publish_prefill(
-            self._bus,
-            served=claim.served,
-            task=PrefillTask(
-                request_id=holding.request_id,
-                epoch=epoch,
-                after_seq=holding.seq,
-                reader=holding.reader,
-            ),
-            deadline_unix_ms=claim.deadline_unix_ms,
-        )
-        self._placed[holding.request_id] = holding.seq
-        self._metrics.takeovers.inc()
-        self._log.warning(
-            "request_placed_again",
+        facts = {"request_id": holding.request_id, "epoch": epoch, "worker": claim.worker}
+        task = PrefillTask(
             request_id=holding.request_id,
             epoch=epoch,
-            worker=claim.worker,
-            role=claim.role,
+            after_seq=holding.seq,
+            reader=holding.reader,
         )
+        try:
+            await publish_prefill(
+                self._bus, served=claim.served, task=task, deadline_unix_ms=claim.deadline_unix_ms
+            )
+        except BusUnavailable:
+            raise
+        except MeshError as error:  # its queue is full, or its claim names none
+            self._log.warning("request_not_placed", code=error.code, reason=error.message, **facts)
+            if error.retryable:
+                return
+        else:
+            self._metrics.takeovers.inc()
+            self._log.warning("request_placed_again", role=claim.role, **facts)
+        self._placed[holding.request_id] = holding.seq
 
     async def _tell_workers(self) -> None:
         while True:
@@ -195,14 +216,44 @@ class TakeOver:
             try:
                 word = CancelWord(request_id=request_id)
                 await self._bus.publish(subjects.cancel(worker), encode(word))
-            except BusUnavailable as error:
+            except MeshError as error:
                 self._log.warning("cancel_word_lost", worker=worker, reason=error.message)
 
-    async def _reap(self, beat: Beat) -> None:
-        """Fence a dead worker: its consumers go, so a frozen one learns that it was given up."""
+    # Queues of the dead ----------------------------------------------------------------------
+
+    async def _reap_for_ever(self) -> None:
+        """In a task of its own: another router may hold what is to be moved for a while."""
+        while True:
+            for _ in range(len(self._to_reap)):
+                beat = self._to_reap.popleft()
+                try:
+                    await self._fence(beat)
+                except MeshError as error:
+                    self._log.warning("reap_failed", worker=beat.worker, reason=error.message)
+                    if error.retryable:
+                        self._to_reap.append(beat)
+            try:
+                await self._sweep()
+            except MeshError as error:
+                self._log.warning("sweep_failed", reason=error.message)
+            await _set_or_late(self._must_reap, 4 * self._bus.times.beat_s)
+
+    async def _fence(self, beat: Beat) -> None:
+        """A dead worker's consumers go, so a frozen one learns that it was given up."""
         self._log.warning("worker_dead", worker=beat.worker, process=beat.process)
         for stage in beat.roles:
             await self._move_queue(stage, beat.served, beat.worker)
+
+    async def _sweep(self) -> None:
+        """Look for queues whose worker is dead: an old view may still have placed there."""
+        for subject in await waiting_work(self._bus):
+            try:
+                stage, served, worker = subjects.split_work(subject)
+            except SchemaError:
+                continue  # a request under an odd subject: admission deals with it
+            named = worker if worker != subjects.ANY else None
+            if named and self._fleet.is_dead(named, time.monotonic()):
+                await self._move_queue(stage, served, named)
 
     async def _move_queue(self, stage: str, served: str, worker: str) -> None:
         shared = subjects.prefill(served) if stage == "prefill" else subjects.decode(served)
@@ -216,18 +267,13 @@ class TakeOver:
         if num_moved:
             self._log.warning("queue_moved", worker=worker, stage=stage, num_moved=num_moved)
 
-    async def _sweep_for_ever(self) -> None:
-        """Look for queues whose worker is dead: an old view may still have placed there."""
-        while True:
-            try:
-                for subject in await waiting_work(self._bus):
-                    stage, served, worker = subjects.split_work(subject)
-                    named = worker if worker != subjects.ANY else None
-                    if named and self._fleet.is_dead(named, time.monotonic()):
-                        await self._move_queue(stage, served, named)
-            except (BusUnavailable, SchemaError) as error:
-                self._log.warning("sweep_failed", reason=error.message)
-            await asyncio.sleep(4 * self._bus.times.beat_s)
+
+async def _set_or_late(event: asyncio.Event, timeout_s: float) -> None:
+    """Wait until ``event`` is set, which it is not afterwards, or for ``timeout_s``."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    event.clear()
 
 
 async def publish_prefill(
@@ -236,7 +282,8 @@ async def publish_prefill(
     """Place a request again, for whichever prefill worker pulls first.
 
     Raises:
-        BusUnavailable: not confirmed; to be tried again, which is harmless.
+        BusUnavailable, QueueFull: not confirmed; to be tried again, which is harmless.
+        SchemaError: ``served`` is no subject token.
     """
     headers = WorkHeaders(
         schema=tag_of(PrefillTask),
