@@ -43,13 +43,11 @@ class LeastLoaded:
 
     def decode_worker(self, served: str, ready: KvReady) -> str:
         """See :class:`Placement`. Only workers that can read the handle are asked."""
-        return self._least_loaded(
-            [
-                beat
-                for beat in self.fleet.workers(served, "decode")
-                if beat.fingerprint == ready.handle.fingerprint
-            ]
-        )
+        everyone = self.fleet.workers(served, "decode")
+        able = [beat for beat in everyone if beat.fingerprint == ready.handle.fingerprint]
+        if able and len(able) < len(everyone):
+            return self._send(min(able, key=self._burden))  # ``any`` may be one that can't
+        return self._least_loaded(able)
 
     def _least_loaded(self, beats: list[Beat]) -> str:
         if len(beats) < 2:
@@ -57,8 +55,14 @@ class LeastLoaded:
         best = min(beats, key=self._burden)
         if best.load.num_free_slots - self._num_sent(best) <= 0:
             return ANY
-        self._sent[best.worker] = (self._num_sent(best) + 1, best)
-        return best.worker
+        return self._send(best)
+
+    def _send(self, beat: Beat) -> str:
+        if beat.worker not in self._sent:  # somebody new: forget who is gone
+            alive = {member.worker for member in self.fleet.members()}
+            self._sent = {worker: sent for worker, sent in self._sent.items() if worker in alive}
+        self._sent[beat.worker] = (self._num_sent(beat) + 1, beat)
+        return beat.worker
 
     def _burden(self, beat: Beat) -> tuple[float, str]:
         load = beat.load
