@@ -19,13 +19,13 @@ from pathlib import Path
 import msgspec
 
 from infra.bus import WorkMessage, WrongLastSequence
-from pipeline.limits import check_sampling, check_token_ids
+from pipeline.limits import check_priority, check_sampling, check_token_ids
 from pipeline.placement import Placement
 from pipeline.registry import Registry
 from pipeline.stage import Handled, Outgoing, StageContext, Work
 from pipeline.tokenizing import ChatTokenizer
 from schemas import subjects
-from schemas.codec import decode, decode_json, encode, pack_ids, tag_of
+from schemas.codec import decode, decode_json, encode, is_json, pack_ids, tag_of
 from schemas.errors import ContextTooLong, InvalidRequest, SchemaError
 from schemas.headers import REQUEST, TRACEPARENT, WorkHeaders
 from schemas.models import ModelCard
@@ -35,6 +35,7 @@ from schemas.tokens import Accepted
 
 INLINE_IDS_BYTES = 64 * 1024  # a longer prompt is read from the record instead of the task
 _LONG_TEXT_CHARS = 2_000  # tokenized on another thread, so that the loop goes on
+_LONG_TEXT_TOKENS = 500
 
 
 class Admission:
@@ -56,8 +57,7 @@ class Admission:
 
     def parse(self, message: WorkMessage, data: bytes) -> Work[InferenceRequest]:
         """A request as MessagePack or JSON; headers are optional on this subject."""
-        is_json = data.lstrip()[:1] == b"{"
-        request = (decode_json if is_json else decode)(data, InferenceRequest)
+        request = (decode_json if is_json(data) else decode)(data, InferenceRequest)
         subjects.check_request_id(request.request_id)
         reader = subjects.check_reader(
             request.reader or subjects.default_reader(request.request_id)
@@ -91,15 +91,18 @@ class Admission:
         card = self._registry.require(request.model)
         tokenizer = await self._tokenizer(card)
         check_sampling(request.sampling)
+        check_priority(request.priority)
         prompt_ids = await self._tokenize(request, card, tokenizer)
-        record = await self._write_record(
+        prompt_field = "prompt" if request.messages is None else "messages"
+        sampling = _resolve(request.sampling, len(prompt_ids), card, prompt_field)
+        record, is_new = await self._write_record(
             RequestRecord(
                 request_id=request.request_id,
                 model=card.name,
                 revision=card.revision,
                 served=card.served,
                 prompt_ids=pack_ids(prompt_ids),
-                sampling=_resolve(request.sampling, len(prompt_ids), card),
+                sampling=sampling,
                 reader=self.reader_of(request),
                 admitted_unix_ms=self._ctx.bus.now_unix_ms(),
                 deadline_unix_ms=work.headers.deadline_unix_ms,
@@ -107,13 +110,15 @@ class Admission:
                 priority=request.priority,
                 label=request.label[:256],
                 cache_salt=request.cache_salt,
-                cost=_cost(request.sampling, len(prompt_ids)),
+                cost=_cost(sampling, len(prompt_ids)),
             )
         )
-        self._ctx.metrics.requests_admitted.inc()
-        self._ctx.metrics.prompt_tokens.observe(len(prompt_ids))
-        echo = tokenizer.decode(prompt_ids) if request.echo else None
-        return Handled(outcome="admitted", publish=self._next(record, echo))
+        if is_new:
+            self._ctx.metrics.requests_admitted.inc()
+            self._ctx.metrics.prompt_tokens.observe(len(prompt_ids))
+        echo = await _decode(tokenizer, prompt_ids) if request.echo else None
+        outcome = "admitted" if is_new else "repeated"
+        return Handled(outcome=outcome, publish=self._next(record, echo))
 
     async def _tokenizer(self, card: ModelCard) -> ChatTokenizer:
         found = self._tokenizers.get(card.served)
@@ -129,12 +134,12 @@ class Admission:
             raise InvalidRequest("give either messages or prompt", param="messages")
         if request.messages is not None:
             text = tokenizer.render_chat(request.messages)
-            ids = await _encode(tokenizer, text, add_special=False)
+            ids = await _encode(tokenizer, text, card, add_special=False)
         elif isinstance(request.prompt, str):
-            ids = await _encode(tokenizer, request.prompt, add_special=True)
+            ids = await _encode(tokenizer, request.prompt, card, add_special=True)
         else:
-            ids = list(request.prompt or ())
             check_token_ids("prompt", request.prompt or (), card.vocab_size)
+            ids = list(request.prompt or ())
         if not ids:
             raise InvalidRequest("the prompt is empty", param="prompt")
         sampling = request.sampling
@@ -142,8 +147,12 @@ class Admission:
         check_token_ids("logit_bias", tuple(sampling.logit_bias), card.vocab_size)
         return ids
 
-    async def _write_record(self, record: RequestRecord) -> RequestRecord:
-        """Write the record; the one that stands is the one that was written first."""
+    async def _write_record(self, record: RequestRecord) -> tuple[RequestRecord, bool]:
+        """Write the record.
+
+        Returns:
+            The one that stands, which was written first, and whether that was now.
+        """
         try:
             await self._ctx.bus.publish_stored(
                 subjects.request_record(record.request_id),
@@ -154,10 +163,11 @@ class Admission:
             found = await self._ctx.chain.record(record.request_id)
             if found is None or found[1].reader != record.reader:
                 raise InvalidRequest("this request id is in use", param="request_id") from None
-            return found[1]
-        return record
+            return found[1], False
+        return record, True
 
     def _next(self, record: RequestRecord, echo: str | None) -> tuple[Outgoing, ...]:
+        """The task first: a client that hears Accepted has its request in the queue."""
         request_id = record.request_id
         accepted = Accepted(
             request_id=request_id,
@@ -179,15 +189,15 @@ class Admission:
         worker = self._placement.prefill_worker(record)
         return (
             Outgoing(
-                subject=subjects.token_stream(record.reader),
-                message=accepted,
-                msg_id=f"{request_id}.accepted",
-            ),
-            Outgoing(
                 subject=subjects.prefill(record.served, worker),
                 message=task,
                 msg_id=f"{request_id}.prefill.1",
                 epoch=1,
+            ),
+            Outgoing(
+                subject=subjects.token_stream(record.reader),
+                message=accepted,
+                msg_id=f"{request_id}.accepted",
             ),
         )
 
@@ -199,13 +209,30 @@ class Admission:
         return min(asked, now + int(times.max_deadline_s * 1000))
 
 
-async def _encode(tokenizer: ChatTokenizer, text: str, *, add_special: bool) -> list[int]:
+async def _encode(
+    tokenizer: ChatTokenizer, text: str, card: ModelCard, *, add_special: bool
+) -> list[int]:
+    least = tokenizer.least_num_tokens(text)
+    if least > card.context_length:
+        raise ContextTooLong(
+            f"the prompt has over {least} tokens, the context of {card.name} is "
+            f"{card.context_length}",
+            param="messages",
+        )
     if len(text) < _LONG_TEXT_CHARS:
         return tokenizer.encode(text, add_special=add_special)
     return await asyncio.to_thread(tokenizer.encode, text, add_special=add_special)
 
 
-def _resolve(params: SamplingParams, num_prompt: int, card: ModelCard) -> SamplingParams:
+async def _decode(tokenizer: ChatTokenizer, ids: list[int]) -> str:
+    if len(ids) < _LONG_TEXT_TOKENS:
+        return tokenizer.decode(ids)
+    return await asyncio.to_thread(tokenizer.decode, ids)
+
+
+def _resolve(
+    params: SamplingParams, num_prompt: int, card: ModelCard, prompt_field: str
+) -> SamplingParams:
     """``params`` with seed and ``max_tokens`` set.
 
     Raises:
@@ -216,7 +243,7 @@ def _resolve(params: SamplingParams, num_prompt: int, card: ModelCard) -> Sampli
         raise ContextTooLong(
             f"the prompt has {num_prompt} tokens, the context of {card.name} is "
             f"{card.context_length} and the answer needs one at least",
-            param="messages",
+            param=prompt_field,
         )
     max_tokens = room if params.max_tokens is None else params.max_tokens
     if max_tokens > room:

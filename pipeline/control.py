@@ -54,6 +54,7 @@ async def serve_control(ctx: RoleContext, config: ControlConfig) -> None:
         admission.parse,
         admission.reader_of,
         admission.handle,
+        waits_when_full=False,
     )
     route: Stage[KvReady] = Stage(
         stage_ctx,
