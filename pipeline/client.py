@@ -19,9 +19,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from infra.bus import Bus
-from infra.bus.objects import publish_work
-from infra.bus.stream_reader import StreamReader
+from infra.bus import TOKENS, Bus, StreamReader, publish_work, replay
 from infra.task_scope import task_scope
 from infra.times import Times
 from pipeline.claim_chain import ClaimChain
@@ -34,6 +32,7 @@ from schemas.headers import WorkHeaders
 from schemas.requests import InferenceRequest
 
 DEFAULT_USER = "client"
+_MAX_SUBMITTED = 4096
 
 
 def new_request_id() -> str:
@@ -63,6 +62,7 @@ class MeshClient:
         self.bus = bus
         self._tells_workers = tells_workers
         self.reader = reader_of(user, name or secrets.token_hex(8))
+        self._submitted: dict[str, int] = {}  # the latest ids, oldest first
         self._streams = StreamReader(bus, subjects.reader_filter(self.reader), self._on_message)
         self._hub = self._make_hub(self._streams)
 
@@ -79,9 +79,10 @@ class MeshClient:
         Raises:
             BusUnavailable: the broker can't be reached, or refuses the credentials.
         """
-        bus = await Bus.connect(url, role=DEFAULT_USER, times=times)
+        user = urlsplit(url).username or DEFAULT_USER
+        bus = await Bus.connect(url, role=user, times=times)
         try:
-            client = cls(bus, urlsplit(url).username or DEFAULT_USER, name)
+            client = cls(bus, user, name)
             async with client:
                 yield client
         finally:
@@ -89,10 +90,7 @@ class MeshClient:
 
     async def __aenter__(self) -> MeshClient:
         async with AsyncExitStack() as stack:
-            await self._streams.start()
-            stack.push_async_callback(self._streams.close)
-            tasks = await stack.enter_async_context(task_scope())
-            tasks.create_task(self._streams.run(), name="reader")
+            await self._follow(self._streams, stack)
             self._stack = stack.pop_all()
         return self
 
@@ -108,16 +106,20 @@ class MeshClient:
     async def submit(self, request: InferenceRequest, *, traceparent: str = "") -> TokenStream:
         """Publish ``request`` to admission; durable once this returns.
 
-        The reader is this client's; a request without deadline gets the default one.
+        The reader is this client's; a request without deadline gets the default one. A repeat
+        with the same id is the same request: its stream is read from the first token again.
 
         Raises:
-            BusUnavailable: not published (a repeat with the same request id is safe).
+            BusUnavailable: not known to be published; a repeat is safe.
+            InvalidRequest: this client is reading a request of this id, or model or id can't be.
+            QueueFull: too many requests wait for admission.
             PayloadTooLarge: over the limit of the object store.
         """
         subjects.check_request_id(request.request_id)
         deadline = request.deadline_unix_ms or self._default_deadline()
         request = msgspec.structs.replace(request, reader=self.reader, deadline_unix_ms=deadline)
         stream = self._hub.open(request.request_id, self.reader, deadline)
+        before = self._note_submitted(request.request_id)
         headers = WorkHeaders(
             schema=tag_of(InferenceRequest),
             request_id=request.request_id,
@@ -126,13 +128,17 @@ class MeshClient:
             traceparent=traceparent,
         )
         try:
-            await publish_work(
+            stored = await publish_work(
                 self.bus,
                 subjects.admission(request.model),
                 encode(request),
                 headers,
                 msg_id=f"{request.request_id}.admission",
             )
+            if before is not None or stored.duplicate:
+                everything = subjects.reader_filter(self.reader)
+                past = replay(self.bus, TOKENS, everything, start_seq=(before or 0) + 1)
+                await self._hub.catch_up(stream, past)
         except BaseException:
             self._hub.forget(stream)
             raise
@@ -162,12 +168,33 @@ class MeshClient:
         hubs.append(hub := self._make_hub(streams))
         latest = self.bus.now_unix_ms() + int(self.bus.times.max_deadline_s * 1000)
         stream = hub.open(request_id, reader, latest, from_number)
-        await streams.start(from_seq=1)
-        async with task_scope() as tasks, streams:
-            tasks.create_task(streams.run(), name="reader")
+        stack = AsyncExitStack()
+        try:
+            await self._follow(streams, stack, from_seq=1)
             if not stream.is_known:
                 raise InvalidRequest(f"no request {request_id} is known", param="request_id")
             yield stream
+        finally:
+            await stack.aclose()
+
+    @staticmethod
+    async def _follow(
+        streams: StreamReader, stack: AsyncExitStack, from_seq: int | None = None
+    ) -> None:
+        """Start ``streams`` and a task that keeps it going; ``stack`` ends both. Closed by its
+        ``aclose``, which tells the task's scope of no exception, it leaves callers theirs."""
+        await streams.start(from_seq)
+        stack.push_async_callback(streams.close)
+        tasks = await stack.enter_async_context(task_scope())
+        tasks.create_task(streams.run(), name="reader")
+
+    def _note_submitted(self, request_id: str) -> int | None:
+        """Where in the stream everything of a request lies behind, if it was submitted before."""
+        before = self._submitted.pop(request_id, None)
+        self._submitted[request_id] = self._streams.last_seq if before is None else before
+        if len(self._submitted) > _MAX_SUBMITTED:
+            del self._submitted[next(iter(self._submitted))]
+        return before
 
     def _make_hub(self, streams: StreamReader) -> StreamHub:
         return StreamHub(

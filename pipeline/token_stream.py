@@ -8,10 +8,12 @@ here publishes except the end of a request that its reader gives up.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Self
 
+from infra.bus import StoredMessage
 from pipeline.claim_chain import ClaimChain
 from pipeline.ownership import RequestView
 from schemas import subjects
@@ -19,6 +21,7 @@ from schemas.errors import (
     BusUnavailable,
     DeadlineExceeded,
     EngineFailed,
+    InvalidRequest,
     MeshError,
     RequestCancelled,
     SchemaError,
@@ -36,6 +39,8 @@ from schemas.tokens import (
     TokenDelta,
     decode_stream_message,
 )
+
+Part = TokenDelta | Accepted | ChainEntry  # of one request
 
 QUIET_S = 1.0  # silence after which a waiting stream asks whether it missed something
 
@@ -71,7 +76,16 @@ class StreamHub:
     def open(
         self, request_id: str, reader: str, deadline_unix_ms: int, from_number: int = 0
     ) -> TokenStream:
-        """Start to listen for a request; call before it is published."""
+        """Start to listen for a request; call before it is published.
+
+        Args:
+            from_number: of each choice, the first token that is to be shown.
+
+        Raises:
+            InvalidRequest: it is being read here already.
+        """
+        if request_id in self._streams:
+            raise InvalidRequest(f"{request_id} is being read already", param="request_id")
         stream = TokenStream(self, request_id, reader, deadline_unix_ms, from_number)
         self._streams[request_id] = stream
         return stream
@@ -83,21 +97,36 @@ class StreamHub:
 
     def on_message(self, seq: int, subject: str, data: bytes) -> None:
         """One message of the reader, in stream order."""
+        for part in self._parts(data):
+            stream = self._streams.get(part.request_id)
+            if stream is not None:
+                stream.take(seq, part)
+
+    async def catch_up(
+        self, stream: TokenStream, past: AsyncGenerator[StoredMessage, None]
+    ) -> None:
+        """Give ``stream`` the reader's stored messages ``past``, before what comes live meanwhile.
+
+        Raises:
+            BusUnavailable: as ``past`` does; the stream is of no use then.
+        """
+        stream.hold()
+        last_seq = 0
+        async with contextlib.aclosing(past) as messages:
+            async for message in messages:
+                last_seq = message.seq
+                for part in self._parts(message.data):
+                    if part.request_id == stream.request_id:
+                        stream.apply(message.seq, part)
+        stream.go_on(last_seq)
+
+    def _parts(self, data: bytes) -> Sequence[Part]:
         try:
             message = decode_stream_message(data)
         except SchemaError:
             self.num_undecodable += 1  # from a newer peer: what we don't know we can't need
-            return
-        if isinstance(message, TokenBatch):
-            for delta in message.deltas:
-                stream = self._streams.get(delta.request_id)
-                if stream is not None:
-                    stream.on_delta(delta)
-        elif (stream := self._streams.get(message.request_id)) is not None:
-            if isinstance(message, Accepted):
-                stream.on_accepted(message)
-            else:
-                stream.on_entry(seq, message)
+            return ()
+        return message.deltas if isinstance(message, TokenBatch) else (message,)
 
     def check_if_quiet(self) -> None:
         """Ask the stream whether something was missed, unless that was done just now."""
@@ -112,7 +141,7 @@ class TokenStream:
 
     Iterate over it, or call :meth:`next_deltas`. After the last token ``end`` is set. What ends
     a request otherwise is raised: what admission refused, DeadlineExceeded, RequestCancelled, or
-    the error that a worker met.
+    the error that a worker met. Tokens, even the end, may come before Accepted.
 
     As a context manager it cancels the request when left before the end.
     """
@@ -133,6 +162,7 @@ class TokenStream:
         self._hub = hub
         self._from_number = from_number
         self._ready: list[TokenDelta] = []  # bounded by max_tokens * n of the request
+        self._held: list[tuple[int, Part]] | None = None
         self._accepted: Accepted | None = None
         self._wake = asyncio.Event()
 
@@ -149,9 +179,10 @@ class TokenStream:
                 or ended before it began.
         """
         while self._accepted is None:
-            if self.view.terminal is not None:
+            terminal = self.view.terminal
+            if terminal is not None and not isinstance(terminal, StreamEnd):
                 self._hub.forget(self)
-                raise _error_of(self.view.terminal)
+                raise _error_of(terminal)
             await self._wait()
         return self._accepted
 
@@ -205,26 +236,55 @@ class TokenStream:
     ) -> None:
         await self.aclose()
 
-    def on_accepted(self, message: Accepted) -> None:
-        """From the hub."""
-        self._accepted = message
-        self.deadline_unix_ms = message.deadline_unix_ms
-        self._wake.set()
+    # From the hub ----------------------------------------------------------------------------
 
-    def on_delta(self, delta: TokenDelta) -> None:
-        """From the hub."""
+    def take(self, seq: int, part: Part) -> None:
+        """What came live, in stream order."""
+        if self._held is None:
+            self.apply(seq, part)
+        else:
+            self._held.append((seq, part))
+
+    def hold(self) -> None:
+        """Begin anew: all that was heard is applied again, and what comes live waits for it."""
+        self.view = RequestView(self.request_id)
+        self._ready.clear()
+        self._held = []
+
+    def go_on(self, after_seq: int) -> None:
+        """Everything up to ``after_seq`` is applied: follow with what waits."""
+        held, self._held = self._held or (), None
+        for seq, part in held:
+            if seq > after_seq:
+                self.apply(seq, part)
+
+    def apply(self, seq: int, part: Part) -> None:
+        """Let it count, if it does."""
+        if isinstance(part, TokenDelta):
+            self._apply_delta(part)
+        elif isinstance(part, Accepted):
+            self._accepted = part
+            self.deadline_unix_ms = part.deadline_unix_ms
+            self._heard()
+        else:
+            self.view.apply_entry(seq, part)
+            if self.view.terminal is not None:
+                self._heard()
+
+    def _apply_delta(self, delta: TokenDelta) -> None:
         ready = self.view.apply_delta(delta)
         if self._from_number:
-            ready = [d for d in ready if d.number >= self._from_number]
+            ready = [d for d in ready if d.number + len(d.ids) > self._from_number]
         if ready:
             self._ready += ready
             self._wake.set()
 
-    def on_entry(self, seq: int, entry: ChainEntry) -> None:
-        """From the hub."""
-        self.view.apply_entry(seq, entry)
-        if self.view.terminal is not None:
-            self._wake.set()
+    def _heard(self) -> None:
+        self._wake.set()
+        if self.view.terminal is not None and self._accepted is not None:
+            self._hub.forget(self)  # nothing that may still come counts
+
+    # For the reader --------------------------------------------------------------------------
 
     async def _wait(self) -> None:
         """Until something came; a request past its deadline is ended here."""
@@ -240,6 +300,8 @@ class TokenStream:
             self._hub.check_if_quiet()
 
     async def _expire(self) -> None:
+        if self.view.terminal is not None:
+            raise DeadlineExceeded("the request ended, and admission's word of it did not come")
         try:
             await self._end(Expired(request_id=self.request_id))
         except BusUnavailable:
@@ -253,9 +315,10 @@ class TokenStream:
         claim = self.view.claim
         tip = await self._hub.chain.end(self.reader, entry)
         if tip.entry is not None:
-            self.on_entry(tip.seq, tip.entry)
+            self.apply(tip.seq, tip.entry)
         if claim is not None and self._hub.tell_worker is not None:
-            await self._hub.tell_worker(claim.worker, self.request_id)
+            with contextlib.suppress(BusUnavailable):  # the router says it as well
+                await self._hub.tell_worker(claim.worker, self.request_id)
 
     def _complete_or_raise(self) -> StreamEnd:
         terminal = self.view.terminal
@@ -280,7 +343,7 @@ def _error_of(terminal: ChainEntry | None) -> MeshError:
         case Cancelled(reason=reason):
             return RequestCancelled(reason or "cancelled")
         case Claim() | None | StreamEnd():
-            return EngineFailed("the request ended before it was accepted")
+            raise AssertionError(f"{terminal!r} is no failure")
 
 
 def reader_of(user: str, name: str) -> str:
