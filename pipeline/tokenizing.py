@@ -10,10 +10,12 @@ import json
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jinja2
 import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
@@ -21,10 +23,26 @@ from schemas.errors import InvalidRequest, ModelUnsupported
 from schemas.requests import ChatMessage
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
+_SPECIAL_TOKENS = tuple(
+    f"{name}_token" for name in ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
+)
 
 
 class _RefusedByTemplate(Exception):
     """``raise_exception`` in a chat template."""
+
+
+class _Generation(jinja2.ext.Extension):
+    """``{% generation %}…{% endgeneration %}``: marks the model's own words in training data.
+
+    Here they are text like any other.
+    """
+
+    tags: ClassVar[set[str]] = {"generation"}  # type: ignore[misc]
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class ChatTokenizer:
@@ -43,16 +61,22 @@ class ChatTokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         config = _read_json(folder / "tokenizer_config.json")
-        self._special = {
-            name: _token_text(config.get(name))
-            for name in ("bos_token", "eos_token", "pad_token", "unk_token")
-        }
+        named = _read_json(folder / "special_tokens_map.json") | config
+        texts = {name: _token_text(named.get(name)) for name in _SPECIAL_TOKENS}
+        self._special = {name: text for name, text in texts.items() if text}
         self._template = self._load_template(config)
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self._longest_token = max(map(len, vocabulary), default=1)
 
     @property
     def has_chat_template(self) -> bool:
         """Whether :meth:`render_chat` can work."""
         return self._template is not None
+
+    def least_num_tokens(self, text: str) -> int:
+        """A lower bound of how many tokens ``text`` has, without tokenizing it: what is far too
+        long should not cost a minute of CPU to refuse."""
+        return len(text) // self._longest_token
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Token ids of text; ``add_special``: with those that the tokenizer itself adds."""
@@ -82,33 +106,36 @@ class ChatTokenizer:
         turns = [_plain_turn(number, message) for number, message in enumerate(messages)]
         try:
             return self._template.render(
-                messages=turns, add_generation_prompt=True, **self._special
+                messages=turns,
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **self._special,
             )
         except _RefusedByTemplate as error:
             raise InvalidRequest(f"the chat template says: {error}", param="messages") from error
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except Exception as error:  # a template is a program, and not ours
             raise InvalidRequest(
                 f"the chat template can't render these messages: {error}", param="messages"
             ) from error
 
     def _load_template(self, config: dict[str, Any]) -> jinja2.Template | None:
         file = self.folder / "chat_template.jinja"
-        source = file.read_text() if file.exists() else config.get("chat_template")
-        if isinstance(source, list):  # several named ones
-            named = {entry.get("name"): entry.get("template") for entry in source}
-            source = named.get("default")
-        if not source:
-            return None
+        source = config.get("chat_template")
         try:
-            return _environment().from_string(source)
-        except jinja2.TemplateError as error:
+            if file.exists():
+                source = file.read_text(encoding="utf-8")
+            if isinstance(source, list):  # several named ones
+                source = {one["name"]: one["template"] for one in source}.get("default")
+            return _environment().from_string(source) if source else None
+        except (jinja2.TemplateError, OSError, ValueError, TypeError, KeyError) as error:
             raise ModelUnsupported(f"chat template of {self.folder}: {error}") from error
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
     """The environment that chat templates are written for."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
@@ -116,8 +143,21 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As templates expect it; Jinja's own escapes what is special in HTML."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def _raise_exception(message: str) -> None:
@@ -161,7 +201,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not file.exists():
         return {}
     try:
-        found = json.loads(file.read_text())
+        found = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ModelUnsupported(f"{file}: {error}") from error
     if not isinstance(found, dict):
