@@ -28,6 +28,7 @@ class Registry:
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._cards: dict[str, ModelCard] = {}
+        self._num_changes = 0
         self._stale = asyncio.Event()
 
     async def start(self) -> None:
@@ -85,10 +86,14 @@ class Registry:
         Raises:
             BusUnavailable: the bus is away.
         """
-        async for message in replay(self._bus, MODELS, f"{_KEYS}.>", last_per_subject=True):
-            self._apply(message.data)
+        num_changes = -1
+        while num_changes != self._num_changes:  # one heard meanwhile is newer than what is read
+            num_changes = self._num_changes
+            async for message in replay(self._bus, MODELS, f"{_KEYS}.>", last_per_subject=True):
+                self._apply(message.data)
 
     def _on_change(self, message: Msg) -> None:
+        self._num_changes += 1
         self._apply(message.data)
 
     def _apply(self, data: bytes) -> None:
