@@ -36,3 +36,11 @@ async def start_simulated(
         for number in range(count):
             await mesh.start_worker(f"{role}-{number}", role, *mesh.simulated_flags)
     await mesh.until_ready()
+
+
+@pytest.fixture(scope="session")
+def default_folder() -> Path:
+    """The converted default model, in the user's cache: converted once per machine."""
+    from workers.engine.sources import DEFAULT_MODEL, default_cache_dir, resolve_source
+
+    return resolve_source(DEFAULT_MODEL, default_cache_dir(), print)

@@ -7,6 +7,7 @@ end of a test nothing of it is left: processes, leases, blocks.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -16,18 +17,19 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from infra.bus import Bus, EmbeddedBroker, Msg
+from infra.bus import DEAD, Bus, EmbeddedBroker, Msg, StoredMessage
 from infra.times import Times
 from pipeline.client import MeshClient, new_request_id
 from schemas import subjects
 from schemas.codec import decode
 from schemas.control import Beat
 from schemas.requests import InferenceRequest, SamplingParams
-from schemas.tokens import TokenDelta
+from schemas.tokens import TokenDelta, Usage
 
 MESH = Path(sys.executable).parent / "mesh"
+ROOT = Path(__file__).parents[2]
 MODEL = "tiny"
-READY_S = 60.0
+READY_S = 90.0  # five processes that import torch, on two cores
 
 
 @dataclass(slots=True)
@@ -58,9 +60,14 @@ class Mesh:
     simulated_flags: tuple[str, ...] = ()  # of start_worker, for one more like those that run
     roles: dict[str, Role] = field(default_factory=dict)
     beats: dict[int, Beat] = field(default_factory=dict)  # by pid
+    workers: dict[str, Beat] = field(default_factory=dict)  # by process id
 
     async def start(self, kind: str, name: str, *flags: str) -> Role:
         """Start ``mesh <kind>`` under ``name``; returns at once."""
+        return await self.start_command(kind, name, [str(MESH), kind, "--name", name, *flags])
+
+    async def start_command(self, kind: str, name: str, command: list[str]) -> Role:
+        """Start any program that plays a role of ``kind``."""
         log = self.folder / f"{name}.log"
         environment = {
             **os.environ,
@@ -69,10 +76,11 @@ class Mesh:
             "MESH_TIME_SCALE": str(self.time_scale),
             "OMP_NUM_THREADS": "1",
             "OMP_WAIT_POLICY": "PASSIVE",
+            "PYTHONPATH": str(ROOT),
         }
         with log.open("ab") as out:
             process = subprocess.Popen(  # noqa: ASYNC220 - returns at once
-                [str(MESH), kind, "--name", name, *flags],
+                command,
                 env=environment,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -86,13 +94,14 @@ class Mesh:
 
     async def until_ready(self, *names: str, timeout_s: float = READY_S) -> None:
         """Wait until each of ``names`` (all, when none is given) says so in a heartbeat."""
+        loop = asyncio.get_running_loop()
+        ends = loop.time() + timeout_s
         for name in names or tuple(self.roles):
             role = self.roles[name]
-            async with asyncio.timeout(timeout_s):
-                while self.state(name) != "ready":
-                    if role.process.poll() is not None:
-                        raise AssertionError(f"{name} ended: {role.log.read_text()[-3000:]}")
-                    await asyncio.sleep(0.02)
+            while (state := self.state(name)) != "ready":
+                if role.process.poll() is not None or loop.time() > ends:
+                    raise AssertionError(f"{name} is {state}: {role.log.read_text()[-3000:]}")
+                await asyncio.sleep(0.02)
 
     def state(self, name: str) -> str:
         beat = self.beats.get(self.roles[name].process.pid)
@@ -101,9 +110,32 @@ class Mesh:
     def hear(self, message: Msg) -> None:
         beat = decode(message.data, Beat)
         self.beats[beat.pid] = beat
+        self.workers[beat.process] = beat
+
+    @property
+    def num_ready_workers(self) -> int:
+        return sum(beat.state == "ready" and bool(beat.worker) for beat in self.workers.values())
 
     def beat_of(self, name: str) -> Beat:
         return self.beats[self.roles[name].process.pid]
+
+    async def bridge_port(self, name: str, timeout_s: float = 10.0) -> int:
+        """The port on which a bridge listens, from its log."""
+        async with asyncio.timeout(timeout_s):
+            while True:
+                for line in self.roles[name].log.read_text().splitlines():
+                    if '"bridge_listening"' in line:
+                        return int(json.loads(line)["port"])
+                await asyncio.sleep(0.05)
+
+    async def next_dead_letter(self, after_seq: int, timeout_s: float = 10.0) -> StoredMessage:
+        """The first dead letter behind ``after_seq`` that is the last one by now."""
+        async with asyncio.timeout(timeout_s):
+            while True:
+                last = await self.bus.last_message(DEAD, subjects.DEAD)
+                if last is not None and last.seq > after_seq:
+                    return last
+                await asyncio.sleep(0.01)
 
     def name_of_worker(self, worker: str) -> str:
         """The name under which the owner of a worker id was started."""
@@ -136,11 +168,16 @@ class Mesh:
             yield client
 
     def request(
-        self, prompt: str | tuple[int, ...], *, cache_salt: str = "", **sampling: object
+        self,
+        prompt: str | tuple[int, ...],
+        *,
+        cache_salt: str = "",
+        model: str = "",
+        **sampling: object,
     ) -> InferenceRequest:
         return InferenceRequest(
             request_id=new_request_id(),
-            model=self.model,
+            model=model or self.model,
             prompt=prompt,
             cache_salt=cache_salt,
             sampling=SamplingParams(**sampling),  # type: ignore[arg-type]
@@ -180,6 +217,7 @@ class Answer:
     ids: tuple[tuple[int, ...], ...]
     texts: tuple[str, ...]
     deltas: tuple[TokenDelta, ...]
+    usage: Usage
 
 
 async def ask(client: MeshClient, request: InferenceRequest, timeout_s: float = 60.0) -> Answer:
@@ -198,4 +236,4 @@ async def ask(client: MeshClient, request: InferenceRequest, timeout_s: float = 
     assert stream.end is not None
     assert stream.end.num_tokens == tuple(len(run) for run in ids)
     assert stream.end.usage.completion_tokens == sum(len(run) for run in ids)
-    return Answer(tuple(tuple(run) for run in ids), tuple(texts), tuple(deltas))
+    return Answer(tuple(tuple(run) for run in ids), tuple(texts), tuple(deltas), stream.end.usage)

@@ -33,7 +33,8 @@ async def read_rest(stream: TokenStream, deltas: list[TokenDelta]) -> Answer:
     assert stream.end is not None
     assert stream.end.usage.completion_tokens == len(deltas)
     ids = tuple(token for delta in deltas for token in delta.ids)
-    return Answer((ids,), ("".join(delta.text for delta in deltas),), tuple(deltas))
+    text = "".join(delta.text for delta in deltas)
+    return Answer((ids,), (text,), tuple(deltas), stream.end.usage)
 
 
 async def wake(mesh: Mesh, name: str) -> None:
@@ -111,7 +112,9 @@ async def test_requests_wait_while_no_worker_is_up(simulated_mesh: Mesh) -> None
     """All workers are gone: what is submitted waits, and starts when one comes."""
     mesh = simulated_mesh
     async with mesh.client() as client, asyncio.timeout(40):
-        expected = await ask(client, mesh.request("The sea is", max_tokens=5, ignore_eos=True, seed=1))
+        expected = await ask(
+            client, mesh.request("The sea is", max_tokens=5, ignore_eos=True, seed=1)
+        )
         for name in ("prefill-0", "decode-0"):
             mesh.roles[name].kill()
         stream = await client.submit(
