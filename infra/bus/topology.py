@@ -80,6 +80,7 @@ def stream_configs(times: Times, limits: Limits) -> list[StreamConfig]:
             subjects=[subjects.DEAD],
             max_age=7 * 86400.0,
             max_bytes=limits.dead_bytes,
+            allow_direct=True,
             **_common(times, limits),
         ),
         StreamConfig(
