@@ -103,6 +103,12 @@ class Mesh:
                     raise AssertionError(f"{name} is {state}: {role.log.read_text()[-3000:]}")
                 await asyncio.sleep(0.02)
 
+    def check_alive(self) -> None:
+        """Fail when a process has ended by itself."""
+        for role in self.roles.values():
+            if role.process.poll() is not None:
+                raise AssertionError(f"{role.name} ended: {role.log.read_text()[-3000:]}")
+
     def state(self, name: str) -> str:
         beat = self.beats.get(self.roles[name].process.pid)
         return beat.state if beat else "silent"

@@ -26,7 +26,7 @@ from schemas.codec import encode
 from workers.service import serve_worker
 
 
-async def serve_one(role: str, name: str, folder: str) -> None:
+async def serve_one(role: str, name: str, folder: str, loading: asyncio.Lock) -> None:
     times = Times().scaled(float(os.environ["MESH_TIME_SCALE"]))
     async with await Bus.connect(os.environ["MESH_NATS_URL"], role="worker", times=times) as bus:
         async with task_scope() as tasks:
@@ -39,7 +39,6 @@ async def serve_one(role: str, name: str, folder: str) -> None:
                 health=Health(),
                 metrics=Metrics(),
                 log=make_logger(process),
-                tasks=tasks,
                 started_unix_ms=int(time.time() * 1000),
             )
             config = WorkerConfig(
@@ -56,6 +55,8 @@ async def serve_one(role: str, name: str, folder: str) -> None:
             )
             ctx.health.set("worker", False, "starting")
             tasks.create_task(beat(ctx))
+            await loading.acquire()  # transformers loads one model at a time
+            tasks.create_task(release_when_ready(ctx, loading))
             await serve_worker(ctx, config)
 
 
@@ -65,11 +66,18 @@ async def beat(ctx: RoleContext) -> None:
         await asyncio.sleep(ctx.times.beat_s)
 
 
+async def release_when_ready(ctx: RoleContext, loading: asyncio.Lock) -> None:
+    while not ctx.health.is_ready:
+        await asyncio.sleep(0.01)
+    loading.release()
+
+
 async def main(role: str, models: list[str]) -> None:
+    loading = asyncio.Lock()
     async with asyncio.TaskGroup() as tasks:
         for model in models:
             name, _, folder = model.partition("=")
-            tasks.create_task(serve_one(role, name, folder))
+            tasks.create_task(serve_one(role, name, folder, loading))
 
 
 if __name__ == "__main__":

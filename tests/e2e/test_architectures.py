@@ -44,6 +44,7 @@ async def mesh(
             await running.start_command("worker", f"all-{role}", command)
         async with asyncio.timeout(120):
             while running.num_ready_workers < 2 * len(models):
+                running.check_alive()
                 await asyncio.sleep(0.05)
         yield running
 
