@@ -32,8 +32,15 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag
 
 
 def encode(message: Message) -> bytes:
-    """``message`` as MessagePack."""
-    return _encode(message)
+    """``message`` as MessagePack.
+
+    Raises:
+        SchemaError: it holds an integer beyond 64 bits, or text that is no Unicode.
+    """
+    try:
+        return _encode(message)
+    except (OverflowError, UnicodeEncodeError) as error:
+        raise SchemaError(f"can't be sent: {error}", param="$") from error
 
 
 @cache

@@ -77,6 +77,13 @@ def test_json_and_messagepack_give_the_same() -> None:
     assert decode(msgpack.packb({"request_id": "request-1", "model": "m"}), InferenceRequest)
 
 
+@pytest.mark.parametrize("wrong", [{"priority": 2**64}, {"label": "\ud800"}])
+def test_what_the_wire_can_not_hold_is_refused(wrong: dict[str, object]) -> None:
+    """Integers beyond 64 bits and half characters never leave."""
+    with pytest.raises(SchemaError):
+        encode(InferenceRequest(request_id="request-1", model="m", **wrong))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("bad", [b"[" * 100_000, b'{"a":' * 100_000, b"\x91" * 100_000])
 def test_deep_nesting_is_refused(bad: bytes) -> None:
     """A body that nests for ever costs an error, not the process."""
