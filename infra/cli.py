@@ -22,6 +22,7 @@ COMMANDS = {
     "generate": "infra.commands.generate:generate",
     "load": "loadgen.cli:load_app",
     "bench": "loadgen.cli:bench_app",
+    "chaos": "loadgen.chaos.command:chaos",
 }
 
 

@@ -128,7 +128,7 @@ class Connection(asyncio.Protocol):
 
 
 class HttpClient:
-    """Posts to one server, over connections that are used again."""
+    """Talks to one server, over connections that are used again."""
 
     def __init__(self, url: str, headers: dict[str, str] | None = None) -> None:
         """``url``: scheme, host, port, and a path that stands before every path posted to.
@@ -160,9 +160,19 @@ class HttpClient:
             OSError: no connection within ten seconds, or closed before the end of the answer.
             BadHttp: the answer is no HTTP.
         """
-        own = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
-        head = f"POST {self._base}{path} HTTP/1.1\r\n{self._head}{own}"
-        request = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+        length = {"Content-Length": str(len(body))}
+        request = self._request("POST", path, (headers or {}) | length) + body
+        return await self._send(request, on_body)
+
+    async def get(self, path: str, on_body: OnBody, headers: dict[str, str] | None = None) -> int:
+        """As :meth:`post`, for what has no body."""
+        return await self._send(self._request("GET", path, headers or {}), on_body)
+
+    def _request(self, method: str, path: str, headers: dict[str, str]) -> bytes:
+        own = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        return f"{method} {self._base}{path} HTTP/1.1\r\n{self._head}{own}\r\n".encode()
+
+    async def _send(self, request: bytes, on_body: OnBody) -> int:
         while self._idle:
             connection = self._idle.pop()
             try:

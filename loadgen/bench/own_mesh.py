@@ -7,8 +7,8 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,18 +41,18 @@ class OwnMesh:
 
 @asynccontextmanager
 async def own_mesh(
-    flags: Sequence[str], env: Mapping[str, str] | None = None
+    flags: Sequence[str], env: Mapping[str, str] | None = None, *, data: Path | None = None
 ) -> AsyncGenerator[OwnMesh, None]:
     """``mesh up`` with ``flags``, on free ports, ready when the block begins.
 
-    It ends with the block, and also when this process is killed.
+    It ends with the block, and also when this process is killed. ``data`` is kept afterwards;
+    without it a folder is made that goes with the mesh.
 
     Raises:
         MeshNotStarted: it did not become ready.
     """
-    with tempfile.TemporaryDirectory(prefix="mesh-bench-") as folder:
-        data = Path(folder)
-        command = (_mesh_script(), "up", "--port", "0", "--data", folder, *flags)
+    with _folder(data) as data:
+        command = (_mesh_script(), "up", "--port", "0", "--data", str(data), *flags)
         with (data / "up.log").open("wb") as output:
             child = await asyncio.create_subprocess_exec(
                 *command,
@@ -71,6 +71,16 @@ async def own_mesh(
                 )
             finally:
                 await _stop(child)
+
+
+@contextmanager
+def _folder(given: Path | None) -> Generator[Path, None, None]:
+    if given is not None:
+        given.mkdir(parents=True, exist_ok=True)
+        yield given
+        return
+    with tempfile.TemporaryDirectory(prefix="mesh-bench-") as made:
+        yield Path(made)
 
 
 def _mesh_script() -> str:

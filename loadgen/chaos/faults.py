@@ -1,0 +1,368 @@
+"""What can be broken. One small class per fault; ``FAULTS`` finds it by name.
+
+A new fault: derive from :class:`Fault`, say its name, role and points, write ``inject`` and, where
+something must be mended, ``heal``; decorate it with :func:`register`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import signal
+import socket
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+from urllib.parse import unquote, urlsplit
+
+from infra.children import Child
+from loadgen.chaos.answer import Answer
+from loadgen.chaos.cases import Case
+from loadgen.chaos.clients import Client
+from loadgen.chaos.mesh import ChaosMesh, NotWhole, Target, until
+from loadgen.chaos.own_mesh import Starter
+from loadgen.chaos.points import POINTS
+from loadgen.chaos.witness import Trace
+
+FREEZE_S = 10.0
+ONE_BACK_S = 3.0
+_START_S = 30.0
+ALL_POINTS = tuple(POINTS)
+
+
+@dataclass(slots=True, kw_only=True)
+class Stream:
+    """One request under way."""
+
+    label: str
+    case: Case
+    client: Client
+    trace: Trace
+    answer: Answer
+    home: Callable[[], str]  # the bridge that it reads from now; "" on the bus
+    has_left: bool = False  # its client was told to leave
+    task: asyncio.Task[None] | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Scene:
+    """What a fault works with. ``starter`` is None for a mesh that is not our own."""
+
+    mesh: ChaosMesh
+    client_nats_url: str
+    control_nats_url: str
+    model: str
+    rng: random.Random
+    time_scale: float
+    starter: Starter | None = None
+
+
+class Fault(ABC):
+    """One kind of fault; a new object each time it happens.
+
+    ``role`` is whose process is struck: prefill, decode, control, bridge, broker, workers, or ""
+    for a fault of another kind. ``kind`` groups figures: kill, freeze, term, other.
+    """
+
+    name: ClassVar[str]
+    role: ClassVar[str] = ""
+    kind: ClassVar[str] = "other"
+    points: ClassVar[tuple[str, ...]] = ALL_POINTS
+
+    def why_not(self, scene: Scene) -> str:
+        """Why it can't happen in this mesh; "" when it can."""
+        return ""
+
+    async def prepare(self, scene: Scene) -> None:  # noqa: B027 - most need nothing
+        """Before any load."""
+
+    def choose(self, scene: Scene, marked: Stream) -> Target | None:
+        """The process to strike, once the marked request is at its point; None when the fault
+        strikes none, or several.
+
+        Raises:
+            NotWhole: there is none.
+        """
+        return None
+
+    def affects(self, scene: Scene, target: Target | None, stream: Stream) -> bool:
+        """Whether ``stream`` can't go on until the mesh has noticed."""
+        return False
+
+    @abstractmethod
+    async def inject(self, scene: Scene, target: Target | None, marked: Stream) -> None:
+        """Strike. Returns at once."""
+
+    async def heal(self, scene: Scene) -> None:  # noqa: B027 - the mesh mends itself, mostly
+        """Mend what the mesh can't mend itself; returns when the fault is over."""
+
+    async def end(self, scene: Scene) -> None:  # noqa: B027 - most leave nothing
+        """After the round, whatever happened in it."""
+
+
+FAULTS: dict[str, type[Fault]] = {}
+
+
+def register(fault: type[Fault]) -> type[Fault]:
+    """Let ``fault`` be found by its name."""
+    FAULTS[fault.name] = fault
+    return fault
+
+
+# -- a signal to one process ---------------------------------------------------------------------
+
+_POINTS_OF = {
+    "prefill": ("queued", "mid-prefill", "kv-ready", "mid-transfer"),
+    "decode": ("queued", "mid-transfer", "decoding", "last-token"),
+    "control": ("queued", "mid-prefill", "kv-ready", "decoding"),
+    "bridge": ("queued", "mid-prefill", "decoding", "last-token"),
+    "broker": ALL_POINTS,
+}
+_SIGNALS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "term": signal.SIGTERM}
+
+
+class Signalled(Fault):
+    """A signal to the one process that matters most to the marked request."""
+
+    def choose(self, scene: Scene, marked: Stream) -> Target | None:
+        """See :class:`Fault`."""
+        mesh, trace = scene.mesh, marked.trace
+        found: Target | None = None
+        if self.role == "broker":
+            return mesh.broker
+        if self.role == "bridge":
+            found = mesh.bridge(marked.home() or scene.rng.choice(mesh.bridges))
+        elif self.role == "prefill":
+            found = mesh.worker(trace.prefiller if trace.claim else trace.placed)
+        elif self.role == "decode":
+            owner = trace.claim.worker if trace.is_claimed_by("decode") and trace.claim else ""
+            found = mesh.worker(trace.placed if trace.waits_for == "decode" else owner)
+        return found or self._any(scene)
+
+    def _any(self, scene: Scene) -> Target:
+        kind = self.role if self.role in ("control", "bridge") else "worker"
+        beats = scene.mesh.ready(kind, "" if kind == self.role else self.role)
+        if not beats:
+            raise NotWhole(f"no {self.role} is ready")
+        return scene.mesh.target(scene.rng.choice(beats))
+
+    def affects(self, scene: Scene, target: Target | None, stream: Stream) -> bool:
+        """See :class:`Fault`."""
+        if stream.trace.has_ended or target is None:
+            return False
+        if self.role == "broker":
+            return True
+        if self.role == "control":  # admission and hand-over need it
+            return not stream.trace.is_claimed_by("decode")
+        if self.role == "bridge":
+            home = stream.home()
+            return bool(home) and scene.mesh.bridge(home) == target
+        return stream.trace.depends_on(target.worker)
+
+    async def inject(self, scene: Scene, target: Target | None, marked: Stream) -> None:
+        """See :class:`Fault`."""
+        assert target is not None, "chosen before"
+        scene.mesh.send(target, _SIGNALS[self.kind])
+
+    async def heal(self, scene: Scene) -> None:
+        """A frozen process wakes after ten seconds."""
+        if self.kind == "freeze":
+            await asyncio.sleep(FREEZE_S * scene.time_scale)
+            scene.mesh.wake_all()
+
+
+for _kind in _SIGNALS:
+    for _role, _points in _POINTS_OF.items():
+        register(
+            type(
+                f"{_kind.title()}{_role.title()}",
+                (Signalled,),
+                {
+                    "__doc__": f"{_SIGNALS[_kind].name} of a {_role} process.",
+                    "name": f"{_kind}-{_role}",
+                    "role": _role,
+                    "kind": _kind,
+                    "points": _points,
+                },
+            )
+        )
+
+
+# -- all workers ---------------------------------------------------------------------------------
+
+
+class AllWorkers(Fault):
+    """Every worker at once."""
+
+    role = "workers"
+
+    def affects(self, scene: Scene, target: Target | None, stream: Stream) -> bool:
+        """See :class:`Fault`."""
+        return not stream.trace.has_ended
+
+    async def inject(self, scene: Scene, target: Target | None, marked: Stream) -> None:
+        """See :class:`Fault`."""
+        for beat in scene.mesh.ready("worker"):
+            scene.mesh.send(scene.mesh.target(beat), self.number)
+
+    number: ClassVar[signal.Signals]
+
+
+@register
+class KillWorkers(AllWorkers):
+    """SIGKILL of all; whoever supervises brings them back, which takes seconds."""
+
+    name = "kill-workers"
+    number = signal.SIGKILL
+
+
+@register
+class FreezeWorkers(AllWorkers):
+    """SIGSTOP of all; one of each role wakes after three seconds, the others after ten."""
+
+    name = "freeze-workers"
+    number = signal.SIGSTOP
+
+    async def heal(self, scene: Scene) -> None:
+        """See :class:`Fault`."""
+        await asyncio.sleep(ONE_BACK_S * scene.time_scale)
+        for target in scene.mesh.stopped_of_each_role():
+            scene.mesh.send(target, signal.SIGCONT)
+        await asyncio.sleep((FREEZE_S - ONE_BACK_S) * scene.time_scale)
+        scene.mesh.wake_all()
+
+
+# -- clients -------------------------------------------------------------------------------------
+
+
+@register
+class ClientLeaves(Fault):
+    """The marked request's client goes away: the request must end, and its blocks be freed."""
+
+    name = "client-leaves"
+
+    async def inject(self, scene: Scene, target: Target | None, marked: Stream) -> None:
+        """See :class:`Fault`."""
+        assert marked.task is not None, "started"
+        marked.has_left = True
+        marked.task.cancel()
+
+
+@register
+class SlowReader(Fault):
+    """Two clients that ask for much and read nothing: one of a bridge, one of the broker."""
+
+    name = "slow-reader"
+    points = ("decoding",)
+    _LASTS_S: ClassVar[float] = 3.0
+
+    def __init__(self) -> None:
+        self._sockets: list[socket.socket] = []
+
+    async def inject(self, scene: Scene, target: Target | None, marked: Stream) -> None:
+        """See :class:`Fault`."""
+        bridge, broker = urlsplit(scene.mesh.bridges[0]), urlsplit(scene.client_nats_url)
+        sampling = {"max_tokens": 400, "n": 4, "logprobs": 5, "stream": True, "ignore_eos": True}
+        body = _json({"model": scene.model, "prompt": "slow", **sampling})
+        await self._open(
+            bridge.hostname or "", bridge.port or 80,
+            b"POST /v1/completions HTTP/1.1\r\nHost: mesh\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n%b" % (len(body), body),
+        )  # fmt: skip
+        user, password = unquote(broker.username or ""), unquote(broker.password or "")
+        login = _json({"user": user, "pass": password, "verbose": False, "pedantic": False})
+        await self._open(
+            broker.hostname or "", broker.port or 4222,
+            b"CONNECT %b\r\nSUB mesh.v1.live.token-stream.%b.> 1\r\n" % (login, user.encode()),
+        )  # fmt: skip
+
+    async def _open(self, host: str, port: int, data: bytes) -> None:
+        loop = asyncio.get_running_loop()
+        sock = socket.socket()
+        self._sockets.append(sock)
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        async with asyncio.timeout(_START_S):
+            await loop.sock_connect(sock, (host, port))
+            await loop.sock_sendall(sock, data)
+
+    async def heal(self, scene: Scene) -> None:
+        """They stay for a while, then go: the request of the first is cancelled with it."""
+        await asyncio.sleep(self._LASTS_S * scene.time_scale)
+
+    async def end(self, scene: Scene) -> None:
+        """See :class:`Fault`."""
+        for sock in self._sockets:
+            sock.close()
+
+
+# -- clocks --------------------------------------------------------------------------------------
+
+
+@register
+class ClockJump(Fault):
+    """The wall clock of a worker jumps by an hour and, later, back.
+
+    A decode worker of our own, started for this, runs with a clock that can be moved: see
+    ``loadgen.chaos.jumping_clock``. Deadlines are broker time plus a monotonic clock, so nothing
+    may happen at all.
+    """
+
+    name = "clock-jump"
+    points = ("queued", "mid-transfer", "decoding")
+
+    def __init__(self) -> None:
+        self._worker: Child | None = None
+        self._process = ""
+
+    def why_not(self, scene: Scene) -> str:
+        """See :class:`Fault`."""
+        return "" if scene.starter else "needs a worker of its own, in a mesh of its own"
+
+    async def prepare(self, scene: Scene) -> None:
+        """Start the worker."""
+        assert scene.starter is not None, "asked before"
+        mesh, since_s = scene.mesh, time.monotonic()
+        self._worker = worker = scene.starter.start_worker_with_jumping_clock()
+        if not await until(lambda: mesh.is_ready(worker.process_id, since_s), _START_S):
+            raise NotWhole(f"{worker.spec.name} was not ready within {_START_S:.0f} s")
+        self._process = worker.process_id
+
+    def choose(self, scene: Scene, marked: Stream) -> Target | None:
+        """See :class:`Fault`."""
+        target = scene.mesh.process(self._process)
+        if target is None:
+            raise NotWhole(f"{self._process} is gone")
+        return target
+
+    def affects(self, scene: Scene, target: Target | None, stream: Stream) -> bool:
+        """See :class:`Fault`."""
+        return target is not None and stream.trace.depends_on(target.worker)
+
+    async def inject(self, scene: Scene, target: Target | None, marked: Stream) -> None:
+        """See :class:`Fault`."""
+        assert target is not None, "chosen before"
+        scene.mesh.send(target, signal.SIGUSR1)
+
+    async def heal(self, scene: Scene) -> None:
+        """Back again, in the middle of what runs."""
+        await asyncio.sleep(1.0 * scene.time_scale)
+        target = scene.mesh.process(self._process)
+        if target is not None:
+            scene.mesh.send(target, signal.SIGUSR1)
+
+    async def end(self, scene: Scene) -> None:
+        """The worker drains and goes."""
+        if self._worker is not None:
+            self._worker.stop()
+            with contextlib.suppress(TimeoutError):
+                await self._worker.ended(time.monotonic() + _START_S)
+
+
+def _json(content: dict[str, object]) -> bytes:
+    import msgspec
+
+    return msgspec.json.encode(content)
