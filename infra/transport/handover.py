@@ -6,7 +6,8 @@
                          generations and checksums: only then has it read anything
 
 The socket has no file, the memory no name: nothing is left behind. Workers of one host trust each
-other with what is mapped; the secret keeps everybody else out.
+other with what is mapped; the secret keeps everybody else out. Memory that is mapped outlives its
+owner: what a dead worker had computed can be read as long as its blocks pass the checks.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import asyncio
 import os
 import socket
 import struct
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -32,6 +35,7 @@ from schemas.kv import KvHandle
 
 SCHEME = "shm://"
 _ANSWER_S = 1.0
+_ACCEPT_RETRY_S = 0.1  # out of descriptors: some guest leaves
 _MAX_MESSAGE = 4096
 _MAX_MAPPED = 64  # owners whose pools a reader keeps mapped
 
@@ -72,8 +76,6 @@ class PoolDoor:
         self._name = name
         self._may_read = may_read
         self._log = log
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._guests: set[socket.socket] = set()
 
     @property
     def address(self) -> str:
@@ -81,132 +83,204 @@ class PoolDoor:
         return f"{SCHEME}{host_identity()}/{self._name}"
 
     async def run(self) -> None:
-        """Serve until cancelled.
+        """Serve until cancelled; guests see the connection end then.
 
         Raises:
             OSError: the name is taken.
         """
-        self._listener.setblocking(False)
-        self._listener.bind(f"\0mesh-kv/{self._name}")
-        self._listener.listen(64)
-        loop = asyncio.get_running_loop()
-        try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.setblocking(False)
+            listener.bind(f"\0mesh-kv/{self._name}")
+            listener.listen(64)
             async with asyncio.TaskGroup() as tasks:
                 while True:
-                    guest, _ = await loop.sock_accept(self._listener)
+                    guest = await self._accept(listener)
                     tasks.create_task(self._serve(guest))
-        finally:
-            self._listener.close()
-            for guest in self._guests:
-                guest.close()
+
+    async def _accept(self, listener: socket.socket) -> socket.socket:
+        while True:
+            try:
+                guest, _ = await asyncio.get_running_loop().sock_accept(listener)
+            except OSError as error:
+                self._log.warning("kv_door_stuck", reason=str(error))
+                await asyncio.sleep(_ACCEPT_RETRY_S)
+                continue
+            return guest
 
     async def _serve(self, guest: socket.socket) -> None:
         """One guest: it asks once, and keeps the connection to notice our end."""
-        self._guests.add(guest)
-        guest.setblocking(False)
         loop = asyncio.get_running_loop()
+        with guest:
+            guest.setblocking(False)
+            try:
+                async with asyncio.timeout(_ANSWER_S):
+                    data = await loop.sock_recv(guest, _MAX_MESSAGE)
+                if self._answer(guest, data):
+                    await loop.sock_recv(guest, 1)  # until the guest leaves
+            except (OSError, TimeoutError, msgspec.MsgspecError) as error:
+                self._log.info("kv_guest_left", reason=str(error) or type(error).__name__)
+
+    def _answer(self, guest: socket.socket, data: bytes) -> bool:
+        """Let the guest in or not; whether it was let in."""
+        ask = msgspec.msgpack.decode(data, type=_Ask)
+        if not self._may_read(ask.lease_id, ask.secret):
+            guest.send(msgspec.msgpack.encode(_Grant(0, 0)))
+            return False
+        grant = _Grant(self._pool.num_blocks, self._pool.block_bytes)
+        socket.send_fds(guest, [msgspec.msgpack.encode(grant)], [self._pool.fd])
+        return True
+
+
+class _Mapped(NamedTuple):
+    connection: socket.socket  # says nothing; ends with the owner
+    pool: SharedPool
+
+    def is_orphan(self) -> bool:
+        """Whether the owner is gone. Does not wait."""
         try:
-            async with asyncio.timeout(_ANSWER_S):
-                data = await loop.sock_recv(guest, _MAX_MESSAGE)
-            ask = msgspec.msgpack.decode(data, type=_Ask)
-            if self._may_read(ask.lease_id, ask.secret):
-                grant = _Grant(self._pool.num_blocks, self._pool.block_bytes)
-                socket.send_fds(guest, [msgspec.msgpack.encode(grant)], [self._pool.fd])
-                await loop.sock_recv(guest, 1)  # until the guest leaves
-            else:
-                guest.send(msgspec.msgpack.encode(_Grant(0, 0)))
-        except (OSError, TimeoutError, msgspec.MsgspecError) as error:
-            self._log.info("kv_guest_left", reason=str(error) or type(error).__name__)
-        finally:
-            self._guests.discard(guest)
-            guest.close()
+            return self.connection.recv(1, socket.MSG_PEEK) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        self.pool.close()
+        self.connection.close()
 
 
 class PoolReader:
-    """Reads blocks out of other workers' pools. For one thread at a time."""
+    """Reads blocks out of other workers' pools. One thread reads at a time, others wait."""
 
     def __init__(self) -> None:
         self._here = host_identity()
-        self._mapped: OrderedDict[str, tuple[socket.socket, SharedPool]] = OrderedDict()
+        self._mapped: OrderedDict[str, _Mapped] = OrderedDict()  # last used last
+        self._lock = threading.Lock()
 
     def read(self, handle: KvHandle, into: SharedPool, slots: Sequence[int]) -> None:
         """Copy the blocks of ``handle`` into ``slots`` of our own pool, and check them.
 
-        Blocks the calling thread for the time of the copy.
+        Blocks the calling thread for the time of the copy, and up to a second longer when the
+        owner is read for the first time.
 
         Raises:
             KvLost: owner gone, lease over, a slot recycled, a checksum wrong, or no address
                 that can be reached from here. The slots then hold nothing of use.
         """
-        source = self._pool_of(handle)
+        with self._lock:
+            self._read(self._address_of(handle), handle, into, slots)
+
+    def read_at_once(self, handle: KvHandle, into: SharedPool, slots: Sequence[int]) -> bool:
+        """The same, if there is nothing to wait for: the owner has been read before, and nobody
+        reads now.
+
+        Returns:
+            Whether it was read; False means that nothing was done.
+        """
+        address = self._address_of(handle)
+        if not self._lock.acquire(blocking=False):
+            return False
         try:
-            blocks, generations = unpack_ids(handle.blocks), unpack_ids(handle.generations)
-        except SchemaError as error:
-            raise KvLost(f"handle {handle.lease_id}: {error.message}") from error
-        if source.block_bytes != into.block_bytes or not (
-            len(blocks) == len(slots) == len(generations) and max(blocks) < source.num_blocks
-        ):
-            raise KvLost(f"handle {handle.lease_id} does not fit the pools")
-        into.slots[list(slots)] = source.slots[blocks]
-        seen: npt.NDArray[np.uint32] = source.generations[blocks]
-        if seen.tolist() != generations:
-            raise KvLost(f"blocks of lease {handle.lease_id} were recycled")
-        if checksums(into, slots) != handle.checksums:
-            raise KvLost(f"blocks of lease {handle.lease_id} have another checksum")
+            if address not in self._mapped:
+                return False
+            self._read(address, handle, into, slots)
+        finally:
+            self._lock.release()
+        return True
 
     def prune(self) -> None:
-        """Unmap the pools of owners that are gone: mapped memory is not freed."""
-        for address, (connection, _) in list(self._mapped.items()):
-            try:
-                gone = connection.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK) == b""
-            except BlockingIOError:
-                gone = False
-            except OSError:
-                gone = True
-            if gone:
-                self._unmap(address)
+        """Unmap the pools of owners that are gone: mapped memory is not freed. Never waits: what
+        is being read now is looked at the next time."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            for address, mapped in list(self._mapped.items()):
+                if mapped.is_orphan():
+                    self._unmap(address)
+        finally:
+            self._lock.release()
 
     def close(self) -> None:
-        """Unmap everything."""
-        for address in list(self._mapped):
-            self._unmap(address)
+        """Unmap everything, when the copy that runs has ended."""
+        with self._lock:
+            for address in list(self._mapped):
+                self._unmap(address)
 
-    def _pool_of(self, handle: KvHandle) -> SharedPool:
+    def _read(self, address: str, handle: KvHandle, into: SharedPool, slots: Sequence[int]) -> None:
+        source = self._pool_at(address, handle)
+        try:
+            _copy(handle, source, into, slots)
+        except KvLost:
+            if self._mapped[address].is_orphan():
+                self._unmap(address)  # the next one asks whoever has the address now
+            raise
+
+    def _address_of(self, handle: KvHandle) -> str:
         prefix = f"{SCHEME}{self._here}/"
-        address = next((a for a in handle.addresses if a.startswith(prefix)), None)
-        if address is None:
-            raise KvLost(f"no address of {handle.owner} can be reached from this host")
+        for address in handle.addresses:
+            if address.startswith(prefix):
+                return address
+        raise KvLost(f"no address of {handle.owner} can be reached from this host")
+
+    def _pool_at(self, address: str, handle: KvHandle) -> SharedPool:
         if address in self._mapped:
             self._mapped.move_to_end(address)
         else:
-            self._mapped[address] = _open(address.removeprefix(prefix), handle)
+            name = address.removeprefix(f"{SCHEME}{self._here}/")
+            self._mapped[address] = _open(name, handle)
             if len(self._mapped) > _MAX_MAPPED:
                 self._unmap(next(iter(self._mapped)))
-        return self._mapped[address][1]
+        return self._mapped[address].pool
 
     def _unmap(self, address: str) -> None:
-        connection, pool = self._mapped.pop(address)
-        pool.close()
-        connection.close()
+        self._mapped.pop(address).close()
 
 
-def _open(name: str, handle: KvHandle) -> tuple[socket.socket, SharedPool]:
+def _copy(handle: KvHandle, source: SharedPool, into: SharedPool, slots: Sequence[int]) -> None:
+    """Copy, then check."""
+    lease = handle.lease_id
+    try:
+        blocks, generations = unpack_ids(handle.blocks), unpack_ids(handle.generations)
+    except SchemaError as error:
+        raise KvLost(f"handle {lease}: {error.message}") from error
+    if not 0 < len(blocks) == len(slots) == len(generations):
+        raise KvLost(f"handle {lease} names {len(blocks)} blocks for {len(slots)} slots")
+    if source.block_bytes != into.block_bytes or max(blocks) >= source.num_blocks:
+        raise KvLost(f"handle {lease} does not fit the pools")
+    for block, slot in zip(blocks, slots, strict=True):
+        into.slots[slot] = source.slots[block]
+    seen: npt.NDArray[np.uint32] = source.generations[blocks]
+    if seen.tolist() != generations:
+        raise KvLost(f"blocks of lease {lease} were recycled")
+    if checksums(into, slots) != handle.checksums:
+        raise KvLost(f"blocks of lease {lease} have another checksum")
+
+
+def _open(name: str, handle: KvHandle) -> _Mapped:
     """Ask a door for its pool."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.settimeout(_ANSWER_S)
     try:
+        connection.settimeout(_ANSWER_S)
         connection.connect(f"\0mesh-kv/{name}")
         connection.send(msgspec.msgpack.encode(_Ask(handle.lease_id, handle.secret)))
-        data, descriptors, _, _ = socket.recv_fds(connection, _MAX_MESSAGE, 1)
-        grant = msgspec.msgpack.decode(data, type=_Grant)
-        if not descriptors:
-            raise KvLost(f"{handle.owner} gives nothing for lease {handle.lease_id}")
-        pool = SharedPool(grant.num_blocks, grant.block_bytes, fd=descriptors[0])
-        connection.setblocking(False)  # from here on it only shows whether the owner lives
-    except (OSError, ValueError, msgspec.MsgspecError) as error:
+        pool = _receive_pool(connection, handle)
+        connection.setblocking(False)
+    except (OSError, ValueError) as error:
         connection.close()
         raise KvLost(f"the pool of {handle.owner} can't be reached: {error}") from error
     except BaseException:
         connection.close()
         raise
-    return connection, pool
+    return _Mapped(connection, pool)
+
+
+def _receive_pool(connection: socket.socket, handle: KvHandle) -> SharedPool:
+    data, descriptors, _, _ = socket.recv_fds(connection, _MAX_MESSAGE, 1, socket.MSG_CMSG_CLOEXEC)
+    if not descriptors:
+        raise KvLost(f"{handle.owner} gives nothing for lease {handle.lease_id}")
+    try:
+        grant = msgspec.msgpack.decode(data, type=_Grant)
+    except msgspec.MsgspecError as error:
+        os.close(descriptors[0])
+        raise KvLost(f"{handle.owner} gives no pool: {error}") from error
+    return SharedPool(grant.num_blocks, grant.block_bytes, fd=descriptors[0])

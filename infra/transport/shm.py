@@ -6,7 +6,7 @@ One memfd holds the whole pool::
     [header, end)             slots: num_blocks * block_bytes, slot b at header + b * block_bytes
 
 Nothing is left in /dev/shm: the memory lives as long as a process maps it. The owner hands the
-descriptor over a unix socket (see ``lease``); a reader copies bytes and compares generations
+descriptor over a unix socket (see ``handover``); a reader copies bytes and compares generations
 afterwards, so a slot that was recycled during the copy is noticed.
 """
 
@@ -31,7 +31,11 @@ class SharedPool:
 
     Args:
         fd: None makes a new pool; else the descriptor of another process's pool to map
-            (read-only). The pool owns the descriptor and closes it.
+            (read-only). The pool owns the descriptor and closes it, also when this raises.
+
+    Raises:
+        ValueError: the pool would hold nothing, or ``fd`` is no pool of this size.
+        OSError: no memory for it, or ``fd`` can't be mapped.
     """
 
     def __init__(self, num_blocks: int, block_bytes: int, *, fd: int | None = None) -> None:
@@ -40,21 +44,30 @@ class SharedPool:
         header = _header_bytes(num_blocks)
         size = header + num_blocks * block_bytes
         self.is_owner = fd is None
-        if fd is None:
-            fd = os.memfd_create("mesh-kv", os.MFD_CLOEXEC)
-            os.ftruncate(fd, size)
-        elif os.fstat(fd).st_size != size:
-            os.close(fd)
-            raise ValueError(f"a pool of {num_blocks} x {block_bytes} bytes has another size")
-        self.fd = fd
-        protection = mmap.PROT_READ | (mmap.PROT_WRITE if self.is_owner else 0)
-        self._map = mmap.mmap(fd, size, mmap.MAP_SHARED, protection)
+        self.fd = os.memfd_create("mesh-kv", os.MFD_CLOEXEC) if fd is None else fd
+        try:
+            self._map = self._mapping(size)
+        except BaseException:
+            os.close(self.fd)
+            raise
         self._generations: npt.NDArray[np.uint32] | None = np.frombuffer(
             self._map, np.uint32, num_blocks
         )
         self._slots: npt.NDArray[np.uint8] | None = np.frombuffer(
             self._map, np.uint8, num_blocks * block_bytes, header
         ).reshape(num_blocks, block_bytes)
+
+    def _mapping(self, size: int) -> mmap.mmap:
+        if self.num_blocks < 1 or self.block_bytes < 1:
+            raise ValueError(f"no pool has {self.num_blocks} x {self.block_bytes} bytes")
+        if self.is_owner:
+            os.ftruncate(self.fd, size)
+        elif os.fstat(self.fd).st_size != size:
+            raise ValueError(
+                f"a pool of {self.num_blocks} x {self.block_bytes} bytes has another size"
+            )
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if self.is_owner else 0)
+        return mmap.mmap(self.fd, size, mmap.MAP_SHARED, protection)
 
     @property
     def generations(self) -> npt.NDArray[np.uint32]:
