@@ -1,7 +1,8 @@
 """The seams of the engine: what a worker asks of it, and what it asks of a runner.
 
 A worker speaks to :class:`workers.engine.engine.Engine` through the dataclasses here; the engine
-speaks to a :class:`Runner` (torch or simulated). An engine is used by one thread only.
+speaks to a :class:`Runner` (torch or simulated). An engine is used by one thread at a time, and
+its steps are made by one thread.
 
 A *request* has one or more *choices* (``sampling.n``); each choice is one sequence. Token numbers
 count from 0 per choice. ``key`` names a request inside the engine: unique per (request, epoch).
@@ -113,7 +114,7 @@ class EngineInfo:
 
 
 class EngineApi(Protocol):
-    """What a worker service needs. Only the engine's own thread calls these."""
+    """What a worker service needs, called by way of :class:`workers.engine.thread.EngineThread`."""
 
     info: EngineInfo
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -87,21 +88,43 @@ async def test_a_call_returns_what_the_function_returned_or_raised() -> None:
         assert not listener.fatal
 
 
-async def test_everything_runs_on_one_thread() -> None:
-    """Calls, posts and steps all see the same thread, which is not the event loop's."""
-    seen: set[int] = set()
+async def test_steps_run_on_a_thread_of_their_own_and_alone() -> None:
+    """One thread, not the event loop's, makes every step; a call never falls into one, whether the
+    thread makes it between two steps or the caller while the thread sleeps."""
+    threads: set[int] = set()
+    callers: set[int] = set()
+    inside = [0]
+    overlaps = []
 
     class Runner(StrictRunner):
         def execute(self, batch: Any) -> Any:
-            seen.add(threading.get_ident())
-            return super().execute(batch)
+            threads.add(threading.get_ident())
+            inside[0] += 1
+            try:
+                time.sleep(0.0002)  # lets others run, as a model's kernels do
+                return super().execute(batch)
+            finally:
+                inside[0] -= 1
+
+    def look(_: EngineApi) -> None:
+        callers.add(threading.get_ident())
+        overlaps.append(inside[0])
 
     async with running(make_engine(runner_class=Runner)) as (thread, listener):
-        seen.add(await call(thread, lambda _: threading.get_ident()))
-        thread.post(lambda engine: engine.add(request_of("a")))
-        await listener.wait_for(lambda: listener.total.finished)
-        assert len(seen) == 1
-        assert threading.get_ident() not in seen
+        for number in range(40):
+            request = request_of(f"r{number}", max_tokens=3)
+            await call(thread, lambda engine, r=request: engine.add(r))
+            for _ in range(number % 4):
+                await call(thread, look)
+        await listener.wait_for(lambda: len(listener.total.finished) == 40)
+        async with asyncio.timeout(TIMEOUT_S):
+            while threading.get_ident() not in callers:  # until it has gone to sleep
+                await call(thread, look)
+                await asyncio.sleep(0.001)
+    assert len(threads) == 1
+    assert threading.get_ident() not in threads
+    assert callers <= threads | {threading.get_ident()}
+    assert not any(overlaps)
 
 
 class Gate(StrictRunner):
