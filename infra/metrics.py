@@ -123,7 +123,7 @@ class Metrics:
             "mesh_leases", "Handles given out and neither released nor expired", registry=registry
         )
         self.leases_ended = Counter(
-            "mesh_leases_ended_total", "Leases by how they ended: released or expired",
+            "mesh_leases_ended_total", "Leases by how they ended: released, expired or dropped",
             ["outcome"], registry=registry,
         )  # fmt: skip
         self.kv_transfer_seconds = Histogram(

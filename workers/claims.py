@@ -1,30 +1,50 @@
-"""Claiming requests, and giving claimed ones back.
+"""Claiming requests, and what is owed for them.
 
-What a worker claimed it owes: the request ends under its hands, or is given back as a prefill
-task of the next epoch. A worker that dies in between is found by the router.
+    attempt    one delivery of a task at a time
+    claim      -> the request is owed
+    settle     it ended, went on elsewhere, or was given back as a prefill task of the next epoch
+
+Every claimed request is owed until it is settled, whatever happens in between; what a worker owes
+when it dies is found by the router, on the claim chains.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
-from infra.bus import TOKENS, Bus, replay
+from infra.bus import Bus
 from infra.log import Logger
-from pipeline.claim_chain import ClaimChain
-from pipeline.ownership import RequestView
+from pipeline.claim_chain import ChainTip, ClaimChain
+from pipeline.stage import Work
 from pipeline.takeover import publish_prefill
 from schemas import subjects
-from schemas.codec import unpack_ids
-from schemas.errors import BusUnavailable, MeshError, Poisoned
-from schemas.kv import KvHandle
+from schemas.codec import encode, unpack_ids
+from schemas.control import DeadLetter
+from schemas.decode import DecodeTask
+from schemas.errors import (
+    BusUnavailable,
+    DeadlineExceeded,
+    MeshError,
+    NoCapacity,
+    Poisoned,
+    QueueFull,
+    SchemaError,
+)
 from schemas.prefill import PrefillTask
 from schemas.requests import RequestRecord
-from schemas.tokens import Claim, StreamError, TokenBatch, decode_chain_entry, decode_stream_message
+from schemas.tokens import Claim, StreamError
 
-POISON_EPOCHS = 3  # so many epochs in a row without a token, and nobody tries again
 _RETRY_S = 0.1
+_REMEMBERED = 8192  # claims made: their tasks may be delivered again
+_MAX_LETTER_BYTES = 512 * 1024
+
+T = TypeVar("T")
+Task = PrefillTask | DecodeTask
+TaskWork = Work[PrefillTask] | Work[DecodeTask]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +58,8 @@ class Claimed:
     epoch: int
     seq: int  # of the claim
     role: str
-    tokens: tuple[tuple[int, ...], ...]
-    finished: tuple[str, ...]
+    tokens: tuple[tuple[int, ...], ...] = ()
+    finished: tuple[str, ...] = ()
     traceparent: str = ""
 
     @property
@@ -53,111 +73,235 @@ class Claimed:
         return self.record.reader
 
     @property
+    def num_choices(self) -> int:
+        """How many sequences it will be."""
+        return self.record.sampling.n
+
+    @property
     def prompt_ids(self) -> tuple[int, ...]:
         """The prompt."""
         return tuple(unpack_ids(self.record.prompt_ids))
 
 
-class Claims:
-    """Claims in the name of one worker id."""
+def key_of(task: Task) -> str:
+    """The name in the engine of what a task leads to."""
+    return f"{task.request_id}.{task.epoch}"
 
-    def __init__(self, bus: Bus, chain: ClaimChain, worker: str, log: Logger) -> None:
+
+class Claims:
+    """Claims in the name of one worker id.
+
+    Args:
+        on_settled: called whenever something is owed no more.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        chain: ClaimChain,
+        worker: str,
+        log: Logger,
+        *,
+        on_settled: Callable[[], None] = lambda: None,
+    ) -> None:
         self.chain = chain
         self.worker = worker
         self._bus = bus
         self._log = log
+        self._on_settled = on_settled
+        self._owed: dict[str, Claimed] = {}
+        self._attempts: set[str] = set()
+        self._made: dict[str, None] = {}  # the latest claims, oldest first
 
-    async def claim(self, record: RequestRecord, epoch: int, after_seq: int, role: str) -> int:
-        """Append our claim.
+    # What is owed ----------------------------------------------------------------------------
+
+    def owed(self) -> list[Claimed]:
+        """What was claimed and not settled."""
+        return list(self._owed.values())
+
+    @property
+    def num_owed(self) -> int:
+        """How many those are."""
+        return len(self._owed)
+
+    @property
+    def num_choices(self) -> int:
+        """How many sequences those are."""
+        return sum(claimed.num_choices for claimed in self._owed.values())
+
+    def owes(self, claimed: Claimed) -> bool:
+        """Whether it is still to be worked on."""
+        return claimed.key in self._owed
+
+    def settle(self, claimed: Claimed) -> None:
+        """Nothing is owed for it any more. Twice is fine."""
+        if self._owed.pop(claimed.key, None) is not None:
+            self._on_settled()
+
+    # Taking ----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def attempt(self, task: Task) -> Iterator[bool]:
+        """The work on one delivery of a task, up to its claim.
+
+        Yields:
+            False when we have made this claim before: the delivery is a repeat, to be acked.
+
+        Raises:
+            NoCapacity: another delivery is being worked on, and may still fail.
+        """
+        key = key_of(task)
+        if key in self._attempts:
+            raise NoCapacity("another delivery of this task is in work")
+        self._attempts.add(key)
+        try:
+            yield key not in self._made
+        finally:
+            self._attempts.discard(key)
+
+    async def record_of(self, task: Task) -> RequestRecord:
+        """The admitted request behind a task.
+
+        Raises:
+            SchemaError: the stream does not hold it any more.
+            BusUnavailable: nobody can be asked now.
+        """
+        record = task.record if isinstance(task, PrefillTask) else task.ready.record
+        if record is not None:
+            return record
+        found = await self.chain.record(task.request_id)
+        if found is None:
+            raise SchemaError(f"no record of request {task.request_id}", param="request_id")
+        return found[1]
+
+    async def claim(self, work: TaskWork, record: RequestRecord, role: str) -> Claimed | None:
+        """Claim what ``work`` asks for; owed from here on.
+
+        An append whose answer is lost may have been stored. It is therefore repeated until there
+        is an answer: a claim that nobody knows of would keep the request from everybody.
 
         Returns:
-            Its sequence, or 0 when the chain has gone on: the task is out of date.
+            None when the chain has gone on: the task is out of date.
+
+        Raises:
+            DeadlineExceeded: no answer until the request's deadline.
         """
-        claim = Claim(
+        task = work.message
+        entry = Claim(
             request_id=record.request_id,
-            epoch=epoch,
+            epoch=task.epoch,
             worker=self.worker,
             role=role,
             served=record.served,
             deadline_unix_ms=record.deadline_unix_ms,
         )
-        return await self.chain.append(record.reader, claim, after_seq) or 0
-
-    async def view(self, record: RequestRecord, until_seq: int) -> RequestView:
-        """The request as its stream tells it up to, and with, our claim at ``until_seq``."""
-        view = RequestView(record.request_id)
-        found = await self.chain.record(record.request_id)
-        filters = [
-            subjects.token_stream(record.reader),
-            subjects.chain(record.reader, record.request_id),
-        ]
-        stored = replay(
-            self._bus,
-            TOKENS,
-            filters,
-            start_seq=found[0] if found else 1,
-            until_seq=until_seq + 1,
+        seq = await self.through_outages(
+            record, lambda: self.chain.append(record.reader, entry, task.after_seq)
         )
-        async with contextlib.aclosing(stored) as messages:
-            async for message in messages:
-                if message.subject == filters[1]:
-                    view.apply_entry(message.seq, decode_chain_entry(message.data))
-                    continue
-                batch = decode_stream_message(message.data)
-                for delta in batch.deltas if isinstance(batch, TokenBatch) else ():
-                    if delta.request_id == record.request_id:
-                        view.apply_delta(delta)
-        return view
+        if seq is None:
+            return None
+        claimed = Claimed(
+            record=record,
+            epoch=task.epoch,
+            seq=seq,
+            role=role,
+            traceparent=work.headers.traceparent,
+        )
+        self._owed[claimed.key] = claimed
+        self._made[claimed.key] = None
+        if len(self._made) > _REMEMBERED:
+            del self._made[next(iter(self._made))]
+        return claimed
 
-    def check_poison(self, view: RequestView) -> None:
-        """Raise Poisoned when the request has cost several workers their epoch for nothing."""
-        if view.epochs_without_token >= POISON_EPOCHS:
-            raise Poisoned(f"{view.epochs_without_token} epochs in a row brought no token")
+    async def tip(self, claimed: Claimed) -> ChainTip:
+        """The present end of its chain.
 
-    async def still_ours(self, claimed: Claimed) -> bool:
-        """Whether our claim is the chain's last entry."""
-        tip = await self.chain.tip(claimed.reader, claimed.record.request_id)
-        return tip.seq == claimed.seq
+        Raises:
+            BusUnavailable: nobody can be asked now.
+        """
+        return await self.chain.tip(claimed.reader, claimed.record.request_id)
+
+    async def is_last(self, claimed: Claimed) -> bool:
+        """Whether our claim is the chain's last entry.
+
+        Raises:
+            BusUnavailable: nobody can be asked now.
+        """
+        return (await self.tip(claimed)).seq == claimed.seq
+
+    # Ending ----------------------------------------------------------------------------------
 
     async def give_back(self, claimed: Claimed, reason: str) -> None:
-        """Place a claimed request again, through outages, until its deadline."""
+        """Place a claimed request again, through outages; after its deadline the router ends it."""
+        record = claimed.record
         task = PrefillTask(
-            request_id=claimed.record.request_id,
+            request_id=record.request_id,
             epoch=claimed.epoch + 1,
             after_seq=claimed.seq,
             reader=claimed.reader,
         )
-        deadline = claimed.record.deadline_unix_ms
-        while self._bus.now_unix_ms() < deadline:
-            try:
-                await publish_prefill(
-                    self._bus, served=claimed.record.served, task=task, deadline_unix_ms=deadline
-                )
-            except BusUnavailable:
-                await asyncio.sleep(_RETRY_S)
-                continue
-            self._log.warning(
-                "request_given_back",
-                request_id=claimed.record.request_id,
-                epoch=claimed.epoch,
-                reason=reason,
+
+        async def publish() -> None:
+            await publish_prefill(
+                self._bus,
+                served=record.served,
+                task=task,
+                deadline_unix_ms=record.deadline_unix_ms,
             )
-            return
+
+        await self._finish(claimed, publish, "request_given_back", reason)
 
     async def fail(self, claimed: Claimed, error: MeshError) -> None:
-        """End a claimed request with an error, through outages, until its deadline."""
-        entry = StreamError(
-            request_id=claimed.record.request_id, epoch=claimed.epoch, error=error.info
+        """End a claimed request with an error, through outages; after its deadline the router
+        does. A poisonous one is kept as a dead letter."""
+        request_id = claimed.record.request_id
+        entry = StreamError(request_id=request_id, epoch=claimed.epoch, error=error.info)
+
+        async def end() -> None:
+            if isinstance(error, Poisoned):
+                await self._bury(claimed, error)
+            await self.chain.append(claimed.reader, entry, claimed.seq)
+
+        await self._finish(claimed, end, "request_failed", error.message)
+
+    async def _finish(
+        self, claimed: Claimed, action: Callable[[], Awaitable[None]], event: str, reason: str
+    ) -> None:
+        if not self.owes(claimed):
+            return  # it ended elsewhere meanwhile
+        try:
+            await self.through_outages(claimed.record, action)
+        except DeadlineExceeded:
+            reason = f"{reason}; past its deadline"
+        finally:
+            self.settle(claimed)
+        self._log.warning(
+            event, request_id=claimed.record.request_id, epoch=claimed.epoch, reason=reason
         )
-        while self._bus.now_unix_ms() < claimed.record.deadline_unix_ms:
+
+    async def _bury(self, claimed: Claimed, error: Poisoned) -> None:
+        letter = DeadLetter(
+            subject=subjects.prefill(claimed.record.served),
+            reason=error.message,
+            code=error.code,
+            payload=encode(claimed.record)[:_MAX_LETTER_BYTES],
+            stage=claimed.role,
+            process=self.worker,
+            unix_ms=self._bus.now_unix_ms(),
+        )
+        await self._bus.publish_stored(
+            subjects.DEAD, encode(letter), msg_id=f"dead.{claimed.record.request_id}"
+        )
+
+    async def through_outages(self, record: RequestRecord, action: Callable[[], Awaitable[T]]) -> T:
+        """What ``action`` returns; it is tried again while the bus is away or a queue full.
+
+        Raises:
+            DeadlineExceeded: the request's deadline passed first.
+        """
+        while self._bus.now_unix_ms() < record.deadline_unix_ms:
             try:
-                await self.chain.append(claimed.reader, entry, claimed.seq)
-            except BusUnavailable:
+                return await action()
+            except (BusUnavailable, QueueFull):
                 await asyncio.sleep(_RETRY_S)
-                continue
-            return
-
-
-def lease_subject(handle: KvHandle) -> str:
-    """Where a handle's owner hears of its release."""
-    return subjects.lease(handle.owner)
+        raise DeadlineExceeded("the bus was away until the deadline")

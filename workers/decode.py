@@ -13,128 +13,77 @@ Fails      NoCapacity -> later;  KvLost -> prefilled again under the next epoch
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable
+from dataclasses import replace
 
 from infra.bus import Bus
 from infra.log import Logger
-from infra.metrics import Metrics
-from infra.transport.handover import PoolReader
-from infra.transport.shm import SharedPool
 from pipeline.stage import Handled, Work
 from schemas import subjects
 from schemas.codec import encode, unpack_ids
 from schemas.decode import DecodeTask
-from schemas.errors import BusUnavailable, KvLost, NoCapacity, SchemaError
+from schemas.errors import BusUnavailable, KvLost, MeshError
 from schemas.kv import KvReady, LeaseRelease
 from schemas.tokens import Claim
-from workers.claims import Claimed, Claims
-from workers.engine.api import EngineApi
-from workers.engine.thread import EngineThread
-from workers.execution import ENGINE_CALL_S, Execution, Import
+from workers.claims import Claimed, Claims, key_of
+from workers.execution import Execution, Import
+from workers.kv.intake import Arrival, KvIntake
 
 
 class Decode:
-    """The decode stage's handler.
-
-    Args:
-        memory: this worker's own pool, into which blocks are copied.
-        reader: maps other workers' pools; used on one thread at a time.
-    """
+    """The decode stage's handler."""
 
     def __init__(
-        self,
-        bus: Bus,
-        claims: Claims,
-        execution: Execution,
-        engine: EngineThread,
-        memory: SharedPool,
-        fingerprint: str,
-        reader: PoolReader,
-        metrics: Metrics,
-        log: Logger,
+        self, bus: Bus, claims: Claims, execution: Execution, intake: KvIntake, log: Logger
     ) -> None:
         self._bus = bus
         self._claims = claims
         self._execution = execution
-        self._engine = engine
-        self._memory = memory
-        self._fingerprint = fingerprint
-        self._reader = reader
-        self._metrics = metrics
+        self._intake = intake
         self._log = log
-        self._one_at_a_time = asyncio.Lock()
 
     async def handle(self, work: Work[DecodeTask]) -> Handled:
-        """Make room, claim, then copy the blocks beside the running batch."""
+        """Make room, then claim while the blocks are being copied. A copy for a claim that is
+        lost went into blocks that nobody used."""
         task = work.message
-        key = f"{task.request_id}.{task.epoch}"
-        reserved = await self._reserve(key, task.ready.handle.num_tokens)
-        claimed: Claimed | None = None
-        try:
-            claimed = await self._claim(work)
-        finally:
-            if claimed is None:
-                self._execution.release(key)
+        with self._claims.attempt(task) as is_first:
+            if not is_first:
+                return Handled(outcome="repeated")
+            record = await self._claims.record_of(task)
+            key, claimed = key_of(task), None
+            arrival = await self._intake.fetch(key, task.ready.handle)
+            try:
+                claimed = await self._claims.claim(work, record, "decode")
+            finally:
+                if claimed is None:
+                    self._intake.release(key)
         if claimed is None:
             await self._release_if_unread(task)
             return Handled(outcome="superseded")
-        started = self._start(claimed, task.ready, reserved)
-        self._execution.spawn(started, f"start {key}")
+        self._execution.spawn(self._start(claimed, task.ready, arrival), f"start {key}")
         return Handled(outcome="claimed")
 
-    async def _reserve(self, key: str, num_tokens: int) -> tuple[int, ...]:
-        async with asyncio.timeout(ENGINE_CALL_S):
-            reserved = await self._engine.call(_reserve(key, num_tokens))
-        if reserved is None:
-            raise NoCapacity("no room in the KV pool now")
-        return reserved
-
-    async def _claim(self, work: Work[DecodeTask]) -> Claimed | None:
-        task, ready = work.message, work.message.ready
-        record = ready.record
-        if record is None:
-            found = await self._claims.chain.record(task.request_id)
-            if found is None:
-                raise SchemaError(f"no record of request {task.request_id}", param="request_id")
-            record = found[1]
-        seq = await self._claims.claim(record, task.epoch, task.after_seq, "decode")
-        if not seq:
-            return None
-        return Claimed(
-            record=record,
-            epoch=task.epoch,
-            seq=seq,
-            role="decode",
-            tokens=tuple(tuple(unpack_ids(run)) for run in ready.tokens),
-            finished=ready.finished,
-            traceparent=work.headers.traceparent,
-        )
-
-    async def _start(self, claimed: Claimed, ready: KvReady, blocks: tuple[int, ...]) -> None:
+    async def _start(self, claimed: Claimed, ready: KvReady, arrival: Arrival) -> None:
         """The claim is stored: from here on the request is ours to end or to give back."""
         try:
-            await self._copy(ready, blocks)
-        except KvLost as error:
-            self._log.warning("kv_lost", request_id=claimed.record.request_id, reason=error.message)
-            self._execution.release(claimed.key)
+            tokens = tuple(tuple(unpack_ids(run)) for run in ready.tokens)
+            await arrival.complete()
+            await self._release(ready, ok=True)
+        except MeshError as error:
+            self._intake.release(claimed.key)
             await self._release(ready, ok=False)
-            await self._claims.give_back(claimed, error.code)
-            return
-        imported = Import(blocks=blocks, num_tokens=ready.handle.num_tokens)
-        await self._execution.start(claimed, imported, ready.num_cached_tokens)
-        await self._execution.trace.mark(claimed.record.request_id, "decode_received")
-        await self._release(ready, ok=True)
-
-    async def _copy(self, ready: KvReady, blocks: tuple[int, ...]) -> None:
-        handle = ready.handle
-        if handle.fingerprint != self._fingerprint:
-            raise KvLost(f"blocks of {handle.owner} have another layout or model")
-        started_s = time.perf_counter()
-        async with self._one_at_a_time:
-            await asyncio.to_thread(self._reader.read, handle, self._memory, blocks)
-        self._metrics.kv_transfer_seconds.observe(time.perf_counter() - started_s)
-        self._metrics.kv_transfer_bytes.inc(len(blocks) * self._memory.block_bytes)
+            if isinstance(error, KvLost):
+                await self._claims.give_back(claimed, error.message)
+            else:
+                await self._claims.fail(claimed, error)
+        except asyncio.CancelledError:
+            self._intake.release(claimed.key)
+            raise
+        else:
+            await self._execution.start(
+                replace(claimed, tokens=tokens, finished=ready.finished),
+                Import(blocks=arrival.blocks, num_tokens=arrival.num_tokens),
+                ready.num_cached_tokens,
+            )
 
     async def _release_if_unread(self, task: DecodeTask) -> None:
         """A lost claim: unless another decode worker reads the blocks, nobody will."""
@@ -151,7 +100,3 @@ class Decode:
             await self._bus.publish(subjects.lease(handle.owner), encode(release))
         except BusUnavailable:
             self._log.info("lease_left_to_expire", lease_id=handle.lease_id)
-
-
-def _reserve(key: str, num_tokens: int) -> Callable[[EngineApi], tuple[int, ...] | None]:
-    return lambda engine: engine.reserve(key, num_tokens)

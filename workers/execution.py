@@ -1,9 +1,9 @@
 """From claimed requests to tokens on the stream.
 
-    run(claimed)  ->  engine  ->  reports  ->  one TokenBatch per reader and step
-                                  held      ->  lease, KvReady
-                                  finished  ->  every token confirmed, then StreamEnd
-                                  failed    ->  StreamError
+    start(claimed)  ->  engine  ->  reports  ->  one TokenBatch per reader and step
+                                    held      ->  lease, KvReady
+                                    finished  ->  every token confirmed, then StreamEnd
+                                    failed    ->  StreamError
 
 Reports are handled in order by one task. What happens once per request waits for the broker in a
 task of its own, so that no request delays the tokens of another.
@@ -23,11 +23,10 @@ from infra.task_scope import task_scope
 from pipeline.prefix_hash import salt_of
 from schemas import subjects
 from schemas.codec import encode
-from schemas.errors import BusUnavailable, EngineFailed, MeshError, NoCapacity
+from schemas.errors import DeadlineExceeded, EngineFailed, MeshError, NoCapacity, QueueFull
 from schemas.tokens import StreamEnd, TokenBatch, TokenDelta, Usage
 from workers.claims import Claimed, Claims
 from workers.engine.api import (
-    EngineApi,
     EngineRequest,
     FinishedRequest,
     HeldRequest,
@@ -35,11 +34,10 @@ from workers.engine.api import (
     TokenOutput,
 )
 from workers.engine.thread import EngineThread
-from workers.hops import HopTrace
+from workers.hops import HopTrace, Point
 
-ENGINE_CALL_S = 10.0  # an engine that does not answer for so long is stuck
+_ADD_S = 30.0  # a step may take seconds; after so long another worker may be better
 _FLUSH_S = 2.0
-_RETRY_S = 0.1
 
 
 class Running:
@@ -101,7 +99,7 @@ class Execution:
         writer: of this process; tokens of all requests pass it.
         hand_over: what to do with a request that is held after its first token: prefill workers
             give a lease and publish KvReady. None: requests are not held.
-        on_capacity: called when a request left, so that stages pull at once.
+        on_held: called when a request computes no more: there is room for another.
     """
 
     def __init__(
@@ -115,10 +113,9 @@ class Execution:
         *,
         fingerprint: str,
         hand_over: Callable[[Running, HeldRequest], None] | None = None,
-        on_capacity: Callable[[], None] = lambda: None,
+        on_held: Callable[[], None] = lambda: None,
     ) -> None:
         self.trace = HopTrace(bus, claims.worker)
-        self._bus = bus
         self._claims = claims
         self._engine = engine
         self._writer = writer
@@ -126,20 +123,21 @@ class Execution:
         self._log = log
         self._fingerprint = fingerprint
         self._hand_over = hand_over
-        self._on_capacity = on_capacity
+        self._on_held = on_held
         self._running: dict[str, Running] = {}
-        # Bounded by what the running requests may still generate; the writer's ring is full then.
+        # Bounded by what the running requests may still generate. It grows only while the writer's
+        # ring is full, that is when the broker has been away for minutes.
         self._reports: asyncio.Queue[StepReport] = asyncio.Queue()
         self._tasks: asyncio.TaskGroup | None = None
 
     @property
     def num_running(self) -> int:
-        """Requests that are claimed and have neither ended nor been handed on."""
+        """Requests in the engine, and those whose end is not stored yet; held ones don't count."""
         return len(self._running)
 
-    def running(self) -> list[Claimed]:
-        """Those requests."""
-        return [running.claimed for running in self._running.values()]
+    def runs(self, claimed: Claimed) -> bool:
+        """Whether this request is among them."""
+        return claimed.key in self._running
 
     def on_report(self, report: StepReport) -> None:
         """From the engine's thread, on the loop."""
@@ -164,13 +162,42 @@ class Execution:
         num_cached_tokens: int = 0,
     ) -> None:
         """Give a claimed request to the engine. Whatever fails here ends or gives back the
-        request: the caller owes nothing any more."""
-        sampling = claimed.record.sampling
+        request: the caller owes nothing any more.
+
+        Raises:
+            EngineFailed: the engine has stopped, and with it this process; the router places the
+                request again.
+        """
+        if not self._claims.owes(claimed):
+            self.release(claimed.key)  # cancelled before it began
+            return
+        self._running[claimed.key] = Running(claimed, num_cached_tokens)
+        try:
+            request = self._request(claimed, imported)
+            async with asyncio.timeout(_ADD_S):
+                await self._engine.call(lambda engine: engine.add(request))
+        except EngineFailed:
+            raise
+        except TimeoutError:
+            busy = QueueFull(f"the engine did not answer in {_ADD_S:.0f} s")
+            await self._abandon(claimed, busy)
+        except NoCapacity as error:
+            await self._abandon(claimed, EngineFailed(f"larger than the pool: {error.message}"))
+        except MeshError as error:
+            await self._abandon(claimed, error)
+        except Exception as error:  # a request that contradicts itself, or a bug: of this one only
+            self._log.exception("request_not_taken", key=claimed.key)
+            await self._abandon(claimed, EngineFailed(f"the engine did not take it: {error}"))
+        else:
+            point: Point = "prefill_received" if claimed.role == "prefill" else "decode_received"
+            await self.trace.mark(claimed.record.request_id, point)
+
+    def _request(self, claimed: Claimed, imported: Import) -> EngineRequest:
         record = claimed.record
-        request = EngineRequest(
+        return EngineRequest(
             key=claimed.key,
             prompt_ids=claimed.prompt_ids,
-            sampling=sampling,
+            sampling=record.sampling,
             salt=salt_of(record.revision, self._fingerprint, record.tenant, record.cache_salt),
             tokens=claimed.tokens,
             finished=claimed.finished,
@@ -178,36 +205,26 @@ class Execution:
             imported_blocks=imported.blocks,
             num_imported_tokens=imported.num_tokens,
         )
-        self._running[claimed.key] = Running(claimed, num_cached_tokens)
-        try:
-            async with asyncio.timeout(ENGINE_CALL_S):
-                await self._engine.call(lambda engine: engine.add(request))
-        except NoCapacity as error:
-            await self._abandon(claimed, EngineFailed(f"larger than any pool: {error.message}"))
-        except MeshError as error:
-            await self._abandon(claimed, error)
-        except TimeoutError:
-            await self._abandon(claimed, EngineFailed("the engine does not answer"))
 
     def drop(self, claimed: Claimed) -> None:
-        """Forget a request that is not ours any more, and give back what it holds."""
+        """Compute no more of a request that is not ours any more."""
         if self._running.pop(claimed.key, None) is not None:
             self.release(claimed.key)
-            self._on_capacity()
+
+    def drop_all(self) -> None:
+        """Compute nothing more."""
+        for running in list(self._running.values()):
+            self.drop(running.claimed)
 
     def release(self, key: str) -> None:
         """Give back what ``key`` holds in the engine."""
-
-        def release(engine: EngineApi) -> None:
-            engine.release(key)
-
-        self._engine.post(release)
+        self._engine.release(key)
 
     async def _abandon(self, claimed: Claimed, error: MeshError) -> None:
-        self.drop(claimed)
+        self._running.pop(claimed.key, None)
         self.release(claimed.key)
         if error.retryable:
-            await self._claims.give_back(claimed, error.code)
+            await self._claims.give_back(claimed, error.message)
         else:
             await self._claims.fail(claimed, error)
 
@@ -230,9 +247,10 @@ class Execution:
                 self.spawn(self._end(running, finished), f"end {finished.key}")
         for held in report.held:
             if (running := self._running.pop(held.key, None)) is not None:
-                self._log_stage(running, "held", held.num_cached_tokens)
                 assert self._hand_over is not None, "nothing is held without a hand-over"
                 self._hand_over(running, held)
+                self._on_held()
+                self._log_stage(running, "held", held.num_cached_tokens)
         for failed in report.failed:
             if (running := self._running.get(failed.key)) is not None:
                 error = EngineFailed(f"the engine failed on this request: {failed.message}")
@@ -262,18 +280,18 @@ class Execution:
                 cached_tokens=num_cached,
             ),
         )
-        outcome = "expired"
-        while self._bus.now_unix_ms() < claimed.record.deadline_unix_ms:
-            try:
-                await self._writer.flush(_FLUSH_S)
-                seq = await self._claims.chain.append(claimed.reader, entry, claimed.seq)
-            except BusUnavailable:
-                await asyncio.sleep(_RETRY_S)
-                continue
+
+        async def end() -> int | None:
+            await self._writer.flush(_FLUSH_S)
+            return await self._claims.chain.append(claimed.reader, entry, claimed.seq)
+
+        try:
+            seq = await self._claims.through_outages(claimed.record, end)
             outcome = "superseded" if seq is None else "ended"
-            break
+        except DeadlineExceeded:
+            outcome = "expired"
         self._running.pop(claimed.key, None)
-        self._on_capacity()
+        self._claims.settle(claimed)
         self._log_stage(running, outcome, finished.num_cached_tokens)
 
     def _log_stage(self, running: Running, outcome: str, num_cached_tokens: int) -> None:

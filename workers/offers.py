@@ -9,27 +9,29 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from infra.bus import Bus, Msg, TokenWriter, publish_work
 from infra.log import Logger
 from infra.metrics import Metrics
+from infra.task_scope import task_scope
 from infra.transport.handover import checksums
 from infra.transport.shm import SharedPool
 from schemas import subjects
 from schemas.codec import decode, encode, pack_ids, tag_of
-from schemas.errors import BusUnavailable, SchemaError
+from schemas.errors import BusUnavailable, DeadlineExceeded, MeshError, SchemaError
 from schemas.headers import WorkHeaders
 from schemas.kv import KvHandle, KvReady, LeaseRelease
 from workers.claims import Claimed, Claims
 from workers.engine.api import HeldRequest
-from workers.execution import Execution, Running
+from workers.engine.thread import EngineThread
+from workers.execution import Running
+from workers.hops import HopTrace
 from workers.kv.leases import Lease, LeaseBook
 
 INLINE_RECORD_BYTES = 64 * 1024  # longer ones are read from mesh.v1.request.<id>
 _FLUSH_S = 2.0
-_RETRY_S = 0.1
+_INLINE_CHECK_BYTES = 4 << 20  # 0.3 ms of checksums; more is done on another thread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +47,8 @@ class Offers:
     """The handles that one worker id gives out.
 
     Args:
+        engine: where held requests are, and released.
         leases: of this process: its pool's door asks the same book.
-        on_end: called whenever a lease ended: blocks are free again.
     """
 
     def __init__(
@@ -54,84 +56,89 @@ class Offers:
         bus: Bus,
         claims: Claims,
         writer: TokenWriter,
+        engine: EngineThread,
         pool: PoolFacts,
         leases: LeaseBook,
         metrics: Metrics,
         log: Logger,
-        *,
-        on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self._bus = bus
         self._claims = claims
         self._writer = writer
+        self._engine = engine
+        self._trace = HopTrace(bus, claims.worker)
         self._pool = pool
         self._leases = leases
         self._metrics = metrics
         self._log = log
-        self._on_end = on_end
         self._waiting: dict[str, Claimed] = {}  # by lease: not known to be read yet
-        self._execution: Execution | None = None
+        self._tasks: asyncio.TaskGroup | None = None
 
     @property
     def num_waiting(self) -> int:
         """Leases that stand."""
         return len(self._waiting)
 
+    @property
+    def num_choices(self) -> int:
+        """How many sequences wait behind them."""
+        return sum(claimed.num_choices for claimed in self._waiting.values())
+
     def waiting(self) -> list[Claimed]:
         """The requests behind them."""
         return list(self._waiting.values())
-
-    def attach(self, execution: Execution) -> None:
-        """The execution whose held requests are offered."""
-        self._execution = execution
 
     def offer(self, running: Running, held: HeldRequest) -> None:
         """Give a lease on a held request's blocks and announce it."""
         lease = self._leases.give(held.key, self._bus.times.lease_s, time.monotonic())
         self._waiting[lease.lease_id] = running.claimed
         self._metrics.leases.set(len(self._leases))
-        self._the_execution.spawn(self._announce(running, held, lease), f"offer {held.key}")
+        assert self._tasks is not None, "run comes first"
+        self._tasks.create_task(self._announce(running, held, lease), name=f"offer {held.key}")
 
     async def run(self) -> None:
-        """Hear releases and look after expiries, until cancelled."""
-        subscription = await self._bus.subscribe(
-            subjects.lease(self._claims.worker), self._hear_release
-        )
-        try:
-            while True:
-                await asyncio.sleep(self._bus.times.beat_s)
-                for lease in self._leases.expired(time.monotonic()):
-                    await self._settle_expired(lease)
-        finally:
-            await subscription.unsubscribe()
+        """Announce, hear releases and look after expiries, until cancelled."""
+        async with task_scope() as self._tasks:
+            subject = subjects.lease(self._claims.worker)
+            subscription = await self._bus.subscribe(subject, self._hear_release)
+            try:
+                while True:
+                    await asyncio.sleep(self._bus.times.beat_s)
+                    for lease in self._leases.expired(time.monotonic()):
+                        await self._settle_expired(lease)
+            finally:
+                await subscription.unsubscribe()
+
+    def drop(self, claimed: Claimed) -> None:
+        """End the lease on a request that is not ours any more, if there is one."""
+        for lease_id, waiting in list(self._waiting.items()):
+            if waiting.key == claimed.key and (lease := self._leases.take_off(lease_id)):
+                self._end(lease, "dropped")
 
     def end_all(self) -> None:
         """Take every lease back: this worker id is given up."""
         for lease in self._leases.take_all():
             self._end(lease, "expired")
 
-    @property
-    def _the_execution(self) -> Execution:
-        assert self._execution is not None, "attach comes first"
-        return self._execution
-
     async def _announce(self, running: Running, held: HeldRequest, lease: Lease) -> None:
         """The tokens confirmed, then KvReady; through outages, until the deadline."""
         claimed = running.claimed
+        try:
+            ready = await self._ready(running, held, lease)
+            await self._claims.through_outages(
+                claimed.record, lambda: self._publish(claimed, ready, lease)
+            )
+        except DeadlineExceeded:
+            self.drop(claimed)
+        except MeshError as error:  # too large for the bus, for instance
+            await self._claims.fail(claimed, error)
+            self.drop(claimed)
+
+    async def _publish(self, claimed: Claimed, ready: KvReady, lease: Lease) -> None:
+        await self._writer.flush(_FLUSH_S)
+        if lease.lease_id not in self._waiting:
+            return  # cancelled meanwhile
         record = claimed.record
-        handle = await self._handle(held, lease)
-        ready = KvReady(
-            request_id=record.request_id,
-            epoch=claimed.epoch,
-            after_seq=claimed.seq,
-            reader=claimed.reader,
-            worker=self._claims.worker,
-            handle=handle,
-            tokens=tuple(pack_ids(run) for run in running.tokens),
-            finished=tuple(running.finished),
-            num_cached_tokens=held.num_cached_tokens,
-            record=record if len(record.prompt_ids) <= INLINE_RECORD_BYTES else None,
-        )
         headers = WorkHeaders(
             schema=tag_of(KvReady),
             request_id=record.request_id,
@@ -140,17 +147,25 @@ class Offers:
             traceparent=claimed.traceparent,
         )
         msg_id = f"{record.request_id}.kv-ready.{claimed.epoch}"
-        while self._bus.now_unix_ms() < record.deadline_unix_ms:
-            try:
-                await self._writer.flush(_FLUSH_S)
-                await self._the_execution.trace.mark(record.request_id, "kv_ready_published")
-                subject = subjects.kv_ready(record.served)
-                await publish_work(self._bus, subject, encode(ready), headers, msg_id=msg_id)
-            except BusUnavailable:
-                await asyncio.sleep(_RETRY_S)
-                continue
-            return
-        self._take_back(lease)
+        await self._trace.mark(record.request_id, "kv_ready_published")
+        subject = subjects.kv_ready(record.served)
+        await publish_work(self._bus, subject, encode(ready), headers, msg_id=msg_id)
+
+    async def _ready(self, running: Running, held: HeldRequest, lease: Lease) -> KvReady:
+        claimed = running.claimed
+        record = claimed.record
+        return KvReady(
+            request_id=record.request_id,
+            epoch=claimed.epoch,
+            after_seq=claimed.seq,
+            reader=claimed.reader,
+            worker=self._claims.worker,
+            handle=await self._handle(held, lease),
+            tokens=tuple(pack_ids(run) for run in running.tokens),
+            finished=tuple(running.finished),
+            num_cached_tokens=held.num_cached_tokens,
+            record=record if len(record.prompt_ids) <= INLINE_RECORD_BYTES else None,
+        )
 
     async def _handle(self, held: HeldRequest, lease: Lease) -> KvHandle:
         memory, blocks = self._pool.memory, list(held.blocks)
@@ -162,10 +177,16 @@ class Offers:
             num_tokens=held.num_tokens,
             blocks=pack_ids(blocks),
             generations=pack_ids(memory.generations[blocks].tolist()),
-            checksums=await asyncio.to_thread(checksums, memory, blocks),
+            checksums=await self._checksums(blocks),
             addresses=self._pool.addresses,
             expires_unix_ms=self._bus.now_unix_ms() + int(self._bus.times.lease_s * 1000),
         )
+
+    async def _checksums(self, blocks: list[int]) -> bytes:
+        memory = self._pool.memory
+        if len(blocks) * memory.block_bytes <= _INLINE_CHECK_BYTES:
+            return checksums(memory, blocks)
+        return await asyncio.to_thread(checksums, memory, blocks)
 
     def _hear_release(self, message: Msg) -> None:
         try:
@@ -179,23 +200,21 @@ class Offers:
 
     async def _settle_expired(self, lease: Lease) -> None:
         claimed = self._waiting.get(lease.lease_id)
-        if claimed is not None and self._bus.now_unix_ms() < claimed.record.deadline_unix_ms:
+        if claimed is None:
+            return  # it ended while another was looked at
+        if self._bus.now_unix_ms() < claimed.record.deadline_unix_ms:
             try:
-                if await self._claims.still_ours(claimed):
-                    times = self._bus.times
-                    self._leases.renew(lease.lease_id, times.lease_s, time.monotonic())
+                if await self._claims.is_last(claimed):
+                    self._leases.renew(lease.lease_id, self._bus.times.lease_s, time.monotonic())
                     return
             except BusUnavailable:
                 return  # nobody can read the chain now; looked at again with the next beat
-        self._take_back(lease)
-
-    def _take_back(self, lease: Lease) -> None:
         if self._leases.take_off(lease.lease_id):
             self._end(lease, "expired")
 
     def _end(self, lease: Lease, outcome: str) -> None:
-        self._waiting.pop(lease.lease_id, None)
-        self._the_execution.release(lease.key)
+        claimed = self._waiting.pop(lease.lease_id)
+        self._engine.release(lease.key)
         self._metrics.leases.set(len(self._leases))
         self._metrics.leases_ended.labels(outcome).inc()
-        self._on_end()
+        self._claims.settle(claimed)

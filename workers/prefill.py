@@ -11,67 +11,46 @@ Fails      the record is gone -> StreamError;  no progress in three epochs -> Po
 
 from __future__ import annotations
 
+from infra.bus import Bus
 from pipeline.stage import Handled, Work
-from schemas.errors import BusUnavailable, MeshError, SchemaError
+from schemas.errors import MeshError
 from schemas.prefill import PrefillTask
 from workers.claims import Claimed, Claims
 from workers.execution import Execution
+from workers.stored_tokens import with_stored_tokens
 
 
 class Prefill:
     """The prefill stage's handler."""
 
-    def __init__(self, claims: Claims, execution: Execution) -> None:
+    def __init__(self, bus: Bus, claims: Claims, execution: Execution) -> None:
+        self._bus = bus
         self._claims = claims
         self._execution = execution
 
     async def handle(self, work: Work[PrefillTask]) -> Handled:
         """Claim, find the tokens that exist, give it to the engine."""
         task = work.message
-        await self._execution.trace.mark(task.request_id, "prefill_received")
-        record = task.record
-        if record is None:
-            found = await self._claims.chain.record(task.request_id)
-            if found is None:
-                raise SchemaError(f"no record of request {task.request_id}", param="request_id")
-            record = found[1]
-        seq = await self._claims.claim(record, task.epoch, task.after_seq, "prefill")
-        if not seq:
+        with self._claims.attempt(task) as is_first:
+            if not is_first:
+                return Handled(outcome="repeated")
+            record = await self._claims.record_of(task)
+            claimed = await self._claims.claim(work, record, "prefill")
+        if claimed is None:
             return Handled(outcome="superseded")
-        fresh = Claimed(
-            record=record,
-            epoch=task.epoch,
-            seq=seq,
-            role="prefill",
-            tokens=(),
-            finished=(),
-            traceparent=work.headers.traceparent,
-        )
-        self._execution.spawn(self._start(fresh, is_new=task.after_seq == 0), f"start {fresh.key}")
+        start = self._start(claimed, is_new=task.after_seq == 0)
+        self._execution.spawn(start, f"start {claimed.key}")
         return Handled(outcome="claimed")
 
-    async def _start(self, fresh: Claimed, *, is_new: bool) -> None:
+    async def _start(self, claimed: Claimed, *, is_new: bool) -> None:
         """The claim is stored: from here on the request is ours to end or to give back."""
         try:
-            claimed = fresh if is_new else await self._taken_over(fresh)
-        except BusUnavailable as error:
-            await self._claims.give_back(fresh, error.code)
+            if not is_new:
+                claimed = await self._claims.through_outages(
+                    claimed.record,
+                    lambda: with_stored_tokens(self._bus, self._claims.chain, claimed),
+                )
         except MeshError as error:
-            await self._claims.fail(fresh, error)
+            await self._claims.fail(claimed, error)
         else:
             await self._execution.start(claimed)
-
-    async def _taken_over(self, fresh: Claimed) -> Claimed:
-        """The same with the tokens that its stream holds; they are never sampled again."""
-        view = await self._claims.view(fresh.record, fresh.seq)
-        self._claims.check_poison(view)
-        num_choices = fresh.record.sampling.n
-        return Claimed(
-            record=fresh.record,
-            epoch=fresh.epoch,
-            seq=fresh.seq,
-            role=fresh.role,
-            tokens=view.tokens(num_choices),
-            finished=view.finish_reasons(num_choices),
-            traceparent=fresh.traceparent,
-        )

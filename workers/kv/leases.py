@@ -64,9 +64,9 @@ class LeaseBook:
         if lease is not None:
             lease.expires_s = now_s + lease_s
 
-    def take_off(self, lease_id: str) -> bool:
-        """End a lease by its owner's decision; False when it had ended."""
-        return self._leases.pop(lease_id, None) is not None
+    def take_off(self, lease_id: str) -> Lease | None:
+        """End a lease by its owner's decision; None when it had ended."""
+        return self._leases.pop(lease_id, None)
 
     def take_all(self) -> list[Lease]:
         """End all leases."""

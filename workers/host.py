@@ -1,0 +1,86 @@
+"""What lives as long as a worker's process: the engine with its thread, and its KV pool."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+
+from infra.log import Logger
+from infra.metrics import Metrics
+from infra.task_scope import task_scope
+from infra.transport.handover import PoolDoor
+from schemas.control import Load
+from schemas.errors import EngineFailed
+from workers.engine.api import StepReport
+from workers.engine.engine import Engine
+from workers.engine.thread import EngineThread
+from workers.kv.intake import KvIntake
+from workers.kv.leases import LeaseBook
+
+
+def _nobody(report: StepReport) -> None:
+    """Whoever wanted this is gone, and has had its requests released."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Host:
+    """An engine at work.
+
+    ``listener`` gets its reports on the event loop; ``load`` is how busy it was when last asked.
+    """
+
+    engine: Engine
+    thread: EngineThread
+    served: str
+    leases: LeaseBook
+    door: PoolDoor
+    intake: KvIntake
+    listener: Callable[[StepReport], None] = _nobody
+    load: Load = field(default_factory=Load)
+
+
+@asynccontextmanager
+async def running_host(
+    engine: Engine, served: str, process: str, metrics: Metrics, log: Logger
+) -> AsyncIterator[Host]:
+    """A host from its engine's thread to its pool's door; everything is closed at the end.
+
+    Args:
+        served: the ``<model@rev>`` under which it is served.
+        process: a name that no other process of this host has.
+
+    Raises:
+        EngineFailed: the engine broke; it needs a new process.
+    """
+    broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def on_fatal(error: Exception) -> None:
+        if not broken.done():
+            broken.set_exception(EngineFailed(f"the engine broke: {error}"))
+
+    thread = EngineThread(engine, lambda report: host.listener(report), on_fatal)
+    leases = LeaseBook()
+    host = Host(
+        engine=engine,
+        thread=thread,
+        served=served,
+        leases=leases,
+        door=PoolDoor(engine.pool, process, leases.may_read, log),
+        intake=KvIntake(thread, engine.pool, engine.info, metrics),
+    )
+    async with AsyncExitStack() as stack:
+        stack.callback(engine.pool.close)
+        stack.push_async_callback(thread.stop)
+        stack.callback(host.intake.close)
+        stack.callback(broken.cancel)
+        thread.start()
+        tasks = await stack.enter_async_context(task_scope())
+        tasks.create_task(_raise_when(broken), name="engine")
+        tasks.create_task(host.door.run(), name="kv door")
+        yield host
+
+
+async def _raise_when(broken: asyncio.Future[None]) -> None:
+    await broken

@@ -1,0 +1,326 @@
+"""What lives as long as a worker id: consumers, claims, running requests, leases.
+
+    stages -> Prefill, Decode -> Claims -> Execution -> tokens
+                                               |
+                                               +------> Offers -> KvReady
+
+It ends by a drain or by being fenced. In both cases the id is never used again, and the engine
+holds nothing for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from typing import Any
+
+import msgspec
+
+from infra.bus import Bus, Msg, TokenWriter, any_consumer, worker_consumer
+from infra.config import WorkerConfig
+from infra.process import RoleContext
+from infra.task_scope import task_scope
+from pipeline.claim_chain import ClaimChain
+from pipeline.stage import Handler, Stage, StageContext, parse_as
+from schemas import subjects
+from schemas.codec import decode
+from schemas.control import Beat, CancelWord, Load
+from schemas.decode import DecodeTask
+from schemas.errors import BusUnavailable, SchemaError
+from schemas.prefill import PrefillTask
+from schemas.tokens import Claim
+from workers.claims import Claimed, Claims
+from workers.decode import Decode
+from workers.execution import Execution
+from workers.host import Host
+from workers.offers import Offers, PoolFacts
+from workers.prefill import Prefill
+
+STUCK_S = 60.0  # a step that takes longer than this is not coming back
+_TOLD_S = 0.8  # of the grace time: when a drain gives back what has not ended
+_FLUSHED_S = 0.05  # of it: for the tokens written by then
+_GIVEN_BACK_S = 0.1  # of it: for the tasks that place requests again
+_MAX_WAITING_PREFILLS = 16  # taken beyond the running batch: the shared queue balances better
+
+
+def _reader_of(task: PrefillTask | DecodeTask) -> str:
+    return task.reader
+
+
+class Incarnation:
+    """One worker id at work."""
+
+    def __init__(self, ctx: RoleContext, config: WorkerConfig, host: Host) -> None:
+        self.worker = f"{config.name}-{secrets.token_hex(5)}"
+        self._ctx = ctx
+        self._config = config
+        self._host = host
+        self._bus: Bus = ctx.bus
+        self._fenced = asyncio.Event()
+        self._changed = asyncio.Event()
+        info = host.engine.info
+        metrics, log = ctx.metrics, ctx.log
+        chain = ClaimChain(self._bus)
+        self._claims = Claims(self._bus, chain, self.worker, log, on_settled=self._poke)
+        self._writer = TokenWriter(self._bus)
+        self._offers = Offers(
+            self._bus,
+            self._claims,
+            self._writer,
+            host.thread,
+            PoolFacts(
+                memory=host.engine.pool,
+                fingerprint=info.fingerprint,
+                addresses=(host.door.address,),
+            ),
+            host.leases,
+            metrics,
+            log,
+        )
+        self.execution = Execution(
+            self._bus,
+            self._claims,
+            host.thread,
+            self._writer,
+            metrics,
+            log,
+            fingerprint=info.fingerprint,
+            hand_over=None if config.role == "both" else self._offers.offer,
+            on_held=self._poke,
+        )
+        self._stage_ctx = StageContext(
+            bus=self._bus, chain=chain, metrics=ctx.metrics, log=ctx.log, process=ctx.process
+        )
+        self._stages = self._make_stages()
+
+    def describe(self, beat: Beat) -> Beat:
+        """Our facts in a heartbeat."""
+        info = self._host.engine.info
+        free = self._free_slots()
+        load = msgspec.structs.replace(self._host.load, num_free_slots=max(0, free))
+        self._show(load)
+        return msgspec.structs.replace(
+            beat,
+            worker=self.worker,
+            roles=self._config.roles,
+            served=self._host.served,
+            engine=info.kind,
+            fingerprint=info.fingerprint,
+            load=load,
+        )
+
+    async def run(self) -> None:
+        """Serve until drained or fenced; either way nothing is held afterwards."""
+        log = self._ctx.log
+        log.info("worker_started", worker=self.worker, served=self._host.served)
+        self._host.listener = self.execution.on_report
+        cancels = await self._bus.subscribe(subjects.cancel(self.worker), self._hear_cancel)
+        try:
+            async with task_scope() as tasks:
+                tasks.create_task(self._writer.run(), name="token writer")
+                tasks.create_task(self.execution.run(), name="execution")
+                tasks.create_task(self._offers.run(), name="offers")
+                tasks.create_task(self._watch(), name="watchdog")
+                tasks.create_task(self._audit_for_ever(), name="audit")
+                tasks.create_task(self._measure(), name="load")
+                stages = tasks.create_task(self._run_stages(), name="stages")
+                await self._until_drained_or_fenced()
+                if not self._fenced.is_set():
+                    await self._drain(stages)
+        finally:
+            self.execution.drop_all()
+            self._offers.end_all()
+            log.info("worker_ended", worker=self.worker, fenced=self._fenced.is_set())
+            await cancels.unsubscribe()
+
+    # Stages ----------------------------------------------------------------------------------
+
+    def _make_stages(self) -> list[Stage[Any]]:
+        stages: list[Stage[Any]] = []
+        if "prefill" in self._config.roles:
+            prefill = Prefill(self._bus, self._claims, self.execution)
+            stages += self._both_queues("prefill", PrefillTask, prefill.handle)
+        if "decode" in self._config.roles:
+            decode_handler = Decode(
+                self._bus, self._claims, self.execution, self._host.intake, self._ctx.log
+            )
+            stages += self._both_queues("decode", DecodeTask, decode_handler.handle)
+        return stages
+
+    def _both_queues(self, name: str, kind: type[Any], handler: Handler[Any]) -> list[Stage[Any]]:
+        """Our own queue, and the one that all workers of the model share."""
+        served, times = self._host.served, self._bus.times
+        own = worker_consumer(name, served, self.worker, times)
+        return [
+            Stage(
+                self._stage_ctx,
+                name,
+                consumer,
+                parse_as(kind),
+                _reader_of,
+                handler,
+                capacity=self._free_prefills if name == "prefill" else self._free_slots,
+                on_fenced=self._fence if consumer is own else None,
+            )
+            for consumer in (own, any_consumer(name, served, times))
+        ]
+
+    async def _run_stages(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for stage in self._stages:
+                tasks.create_task(stage.run())
+
+    def _free_slots(self) -> int:
+        """How many more sequences the engine would run: every one that is owed takes a place
+        until it is held; so does every task that is being claimed."""
+        claiming = sum(stage.num_running for stage in self._stages)
+        return self._config.max_num_sequences - self._num_busy - claiming
+
+    def _free_prefills(self) -> int:
+        """Prefill is bound by compute, not by slots: what waits here can't go elsewhere. Nor is
+        there sense in more of it while decode workers don't come for what is held."""
+        waiting = self._num_busy + self._offers.num_waiting // 4
+        return min(self._free_slots(), _MAX_WAITING_PREFILLS - waiting)
+
+    @property
+    def _num_busy(self) -> int:
+        return self._claims.num_choices - self._offers.num_choices
+
+    def _poke(self) -> None:
+        """There is room for another request."""
+        self._changed.set()
+        for stage in self._stages:
+            stage.poke()
+
+    # Life and death --------------------------------------------------------------------------
+
+    def _fence(self) -> None:
+        """Others have given us up."""
+        if not self._fenced.is_set():
+            self._ctx.log.warning("worker_fenced", worker=self.worker)
+        self._fenced.set()
+        self._changed.set()
+
+    async def _watch(self) -> None:
+        """Notice our own absence: who was silent for ``dead_s`` has been declared dead."""
+        times = self._bus.times
+        before_s = time.monotonic()
+        while True:
+            await asyncio.sleep(times.beat_s / 2)
+            now_s = time.monotonic()
+            if now_s - before_s > times.dead_s:
+                self._fence()
+            before_s = now_s
+            stuck = self._host.thread.is_stuck(STUCK_S)
+            self._ctx.health.set("engine", not stuck, f"no step ended for {STUCK_S:.0f} s")
+            self._host.intake.prune()
+
+    async def _audit_for_ever(self) -> None:
+        """Look at the chain of everything we compute, twice per lease: no word is needed for a
+        request that ended, or went to another, to be dropped."""
+        while True:
+            await asyncio.sleep(self._bus.times.lease_s / 2)
+            offered = {claimed.key for claimed in self._offers.waiting()}  # have their own clock
+            for claimed in self._claims.owed():
+                if claimed.key not in offered:
+                    await self._check(claimed)
+
+    async def _check(self, claimed: Claimed) -> None:
+        """Drop a request that is not ours any more.
+
+        One that runs and was claimed by another was taken from us: then all others were, too.
+        """
+        try:
+            tip = await self._claims.tip(claimed)
+        except BusUnavailable as error:
+            self._ctx.log.info("claim_not_checked", reason=error.message)
+            return
+        if tip.seq == claimed.seq or not self._claims.owes(claimed):
+            return
+        if isinstance(tip.entry, Claim):
+            if self.execution.runs(claimed):
+                self._fence()
+        else:
+            self._ctx.log.info("request_dropped", request_id=claimed.record.request_id)
+            self.execution.drop(claimed)
+            self._offers.drop(claimed)
+            self._claims.settle(claimed)
+
+    async def _measure(self) -> None:
+        """Ask the engine how busy it is, between its steps. An idle one is left alone: it checks
+        its books after a second of peace."""
+        while True:
+            await asyncio.sleep(self._bus.times.beat_s / 2)
+            load = self._host.load
+            is_idle = load.num_blocks and load.num_blocks == load.num_free_blocks
+            if is_idle and not load.num_waiting and not self._claims.num_owed:
+                continue
+            with contextlib.suppress(TimeoutError):  # a long step; the watchdog knows when too long
+                async with asyncio.timeout(STUCK_S):
+                    self._host.load = await self._host.thread.call(lambda engine: engine.load())
+
+    async def _until_drained_or_fenced(self) -> None:
+        async with task_scope() as tasks:
+            first = asyncio.Event()
+
+            async def follow(event: asyncio.Event) -> None:
+                await event.wait()
+                first.set()
+
+            tasks.create_task(follow(self._ctx.draining))
+            tasks.create_task(follow(self._fenced))
+            await first.wait()
+
+    async def _drain(self, stages: asyncio.Task[None]) -> None:
+        """Take nothing more, finish what runs, keep leases until they are read; what is left
+        near the end of the grace time is given back for others to go on with."""
+        for stage in self._stages:
+            stage.stop()
+        grace_s = self._config.grace_s
+        try:
+            async with asyncio.timeout(_TOLD_S * grace_s):
+                await stages
+                while self._claims.num_owed and not self._fenced.is_set():
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            self.execution.drop_all()
+            await self._flush(_FLUSHED_S * grace_s)
+            await self._give_back_all(_GIVEN_BACK_S * grace_s)
+        else:
+            await self._flush(_FLUSHED_S * grace_s)
+
+    async def _flush(self, timeout_s: float) -> None:
+        try:
+            await self._writer.flush(timeout_s)
+        except BusUnavailable as error:
+            self._ctx.log.warning("drain_left_tokens", reason=error.message)
+
+    async def _give_back_all(self, timeout_s: float) -> None:
+        """What can't be given back in time is found by the router, once we are gone."""
+        left = self._claims.owed()
+        self._ctx.log.warning("drain_gave_back", num_requests=len(left))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as tasks:
+                for claimed in left:
+                    tasks.create_task(self._claims.give_back(claimed, "drained"))
+
+    def _hear_cancel(self, message: Msg) -> None:
+        """The word only hurries us; the chain decides."""
+        try:
+            word = decode(message.data, CancelWord)
+        except SchemaError as error:
+            self._ctx.log.warning("cancel_refused", reason=error.message)
+            return
+        for claimed in self._claims.owed():
+            if claimed.record.request_id == word.request_id:
+                self.execution.spawn(self._check(claimed), f"cancel {claimed.key}")
+
+    def _show(self, load: Load) -> None:
+        metrics = self._ctx.metrics
+        metrics.sequences.labels("running").set(load.num_running)
+        metrics.sequences.labels("waiting").set(load.num_waiting)
+        metrics.kv_blocks.labels("free").set(load.num_free_blocks)
+        metrics.kv_blocks.labels("used").set(load.num_blocks - load.num_free_blocks)
