@@ -1,4 +1,4 @@
-"""Life signs, quick words and dead letters."""
+"""Life signs, quick words, orders to a process, and dead letters."""
 
 from __future__ import annotations
 
@@ -39,12 +39,23 @@ class Beat(Message, frozen=True, kw_only=True, tag="beat/1"):
     fingerprint: str = ""  # workers: of the KV layout
     load: Load = Load()
     reason: str = ""  # why not ready
+    max_sequence_tokens: int = 0  # workers: what prompt and answer together may be; 0: not said
 
 
 class CancelWord(Message, frozen=True, kw_only=True, tag="cancel-word/1"):
     """To a worker: the request ended on its chain, stop computing it."""
 
     request_id: str
+
+
+class Drain(Message, frozen=True, kw_only=True, tag="drain/1"):
+    """To a process: finish what you have and leave, as after a SIGTERM.
+
+    ``stay_down`` is for its supervisor: do not start it again.
+    """
+
+    process: str
+    stay_down: bool = False
 
 
 class DeadLetter(Message, frozen=True, kw_only=True, tag="dead-letter/1"):
@@ -58,3 +69,4 @@ class DeadLetter(Message, frozen=True, kw_only=True, tag="dead-letter/1"):
     stage: str = ""
     process: str = ""
     unix_ms: int = 0
+    payload_bytes: int = 0  # of the whole payload; what is over a limit was cut off

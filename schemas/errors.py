@@ -31,24 +31,36 @@ class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     code: str
     message: str
     param: str | None = None
+    retry_after_s: float | None = None
 
 
 class MeshError(Exception):
-    """Root of the tree. ``code`` is stable and travels; ``message`` is for people."""
+    """Root of the tree. ``code`` is stable and travels; ``message`` is for people.
+
+    ``retry_after_s`` is when the same request may have better luck, where somebody can tell.
+    """
 
     code: ClassVar[str] = "internal_error"
     http_status: ClassVar[int] = 500
     retryable: ClassVar[bool] = False
 
-    def __init__(self, message: str, *, param: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, param: str | None = None, retry_after_s: float | None = None
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
+        self.retry_after_s = retry_after_s
 
     @property
     def info(self) -> ErrorInfo:
         """This error as a message field."""
-        return ErrorInfo(code=self.code, message=self.message, param=self.param)
+        return ErrorInfo(
+            code=self.code,
+            message=self.message,
+            param=self.param,
+            retry_after_s=self.retry_after_s,
+        )
 
 
 class InvalidRequest(MeshError):
@@ -167,4 +179,5 @@ BY_CODE: dict[str, type[MeshError]] = {cls.code: cls for cls in _all_subclasses(
 
 def from_info(info: ErrorInfo) -> MeshError:
     """The exception behind ``info``; a code from a newer peer becomes a plain MeshError."""
-    return BY_CODE.get(info.code, MeshError)(info.message, param=info.param)
+    kind = BY_CODE.get(info.code, MeshError)
+    return kind(info.message, param=info.param, retry_after_s=info.retry_after_s)

@@ -11,6 +11,7 @@
     mesh.v1.cancel.<worker>                          CancelWord
     mesh.v1.lease.<worker>                           LeaseRelease
     mesh.v1.beat.<process>                           Beat
+    mesh.v1.control.<process>                        Drain
     mesh.v1.dead                                     DeadLetter
 
 A ``<reader>`` is two tokens, ``<broker user>.<name>``: permissions know subjects only, so the
@@ -204,6 +205,12 @@ def beat(process: str) -> str:
     return f"{ROOT}.beat.{_worker(process)}"
 
 
+def control(process: str) -> str:
+    """Orders to one process."""
+    return f"{ROOT}.control.{_worker(process)}"
+
+
 DEAD = f"{ROOT}.dead"
 ALL_CHAINS = f"{ROOT}.token-stream.*.*.claim.*"
 ALL_BEATS = f"{ROOT}.beat.*"
+ALL_ORDERS = f"{ROOT}.control.*"

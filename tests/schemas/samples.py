@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from schemas.codec import Message, pack_ids
-from schemas.control import Beat, CancelWord, DeadLetter, Load
+from schemas.control import Beat, CancelWord, DeadLetter, Drain, Load
 from schemas.decode import DecodeTask
 from schemas.errors import ErrorInfo
 from schemas.kv import KvHandle, KvReady, LeaseRelease
@@ -160,7 +160,9 @@ SAMPLES: tuple[Message, ...] = (
     StreamError(
         request_id=REQUEST_ID,
         epoch=2,
-        error=ErrorInfo(code="invalid_request", message="top_p must be over 0", param="top_p"),
+        error=ErrorInfo(
+            code="queue_full", message="4096 requests wait", param="model", retry_after_s=2.5
+        ),
     ),
     Cancelled(request_id=REQUEST_ID, reason="reader left"),
     Expired(request_id=REQUEST_ID),
@@ -186,8 +188,10 @@ SAMPLES: tuple[Message, ...] = (
             waiting_tokens=512,
         ),
         reason="draining",
+        max_sequence_tokens=8192,
     ),
     CancelWord(request_id=REQUEST_ID),
+    Drain(process="worker-decode-0-0a1b2c3d", stay_down=True),
     DeadLetter(
         subject="mesh.v1.admission.org=2Ftiny",
         reason="not MessagePack",
@@ -197,6 +201,7 @@ SAMPLES: tuple[Message, ...] = (
         stage="admission",
         process="control-a-0a1b2c3d",
         unix_ms=1_790_000_000_000,
+        payload_bytes=1_000_000,
     ),
     ModelCard(
         name="org/tiny",

@@ -30,11 +30,12 @@ def test_codes_are_unique() -> None:
 
 @pytest.mark.parametrize("kind", OURS, ids=lambda kind: kind.__name__)
 def test_an_error_is_the_same_on_the_other_side(kind: type[MeshError]) -> None:
-    """Class, message and parameter survive the way through a stream."""
-    error = kind("what is wrong", param="top_p")
+    """Class, message, parameter and pause survive the way through a stream."""
+    error = kind("what is wrong", param="top_p", retry_after_s=2.5)
     sent = StreamError(request_id="request-1", epoch=0, error=error.info)
     found = from_info(decode(encode(sent), StreamError).error)
     assert (type(found), found.message, found.param) == (kind, "what is wrong", "top_p")
+    assert found.retry_after_s == 2.5
     assert str(found) == "what is wrong"
 
 

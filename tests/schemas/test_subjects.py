@@ -129,7 +129,7 @@ def test_readers_that_can_not_stand_in_a_subject(bad: str) -> None:
 @pytest.mark.parametrize("bad", ["", "a.b", "*", ">", "a b", "x" * 256, "a\n"])
 def test_workers_that_can_not_stand_in_a_subject(bad: str) -> None:
     """Whoever writes a worker id writes to no other subject with it."""
-    for make in (subjects.cancel, subjects.lease, subjects.beat):
+    for make in (subjects.cancel, subjects.lease, subjects.beat, subjects.control):
         with pytest.raises(SchemaError):
             make(bad)
     with pytest.raises(SchemaError):
