@@ -48,6 +48,16 @@ class CancelWord(Message, frozen=True, kw_only=True, tag="cancel-word/1"):
     request_id: str
 
 
+class Adopt(Message, frozen=True, kw_only=True, tag="adopt/1"):
+    """A bridge reads requests that another one submitted, or that lost their client.
+
+    Said when it begins and with every beat while it lasts: silence is the end of it.
+    """
+
+    process: str
+    request_ids: tuple[str, ...]
+
+
 class Drain(Message, frozen=True, kw_only=True, tag="drain/1"):
     """To a process: finish what you have and leave, as after a SIGTERM.
 

@@ -12,6 +12,8 @@ import msgspec
 
 from schemas.codec import Message
 
+MAX_READER_NOTE_BYTES = 4096
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How tokens are chosen. Ranges are checked by admission, which names the field.
@@ -61,6 +63,7 @@ class InferenceRequest(Message, frozen=True, kw_only=True, tag="inference-reques
     label: str = ""  # the client's own id: logged, never trusted to be unique
     cache_salt: str = ""
     echo: bool = False  # completions: the prompt's text is given back in front
+    reader_note: bytes = b""  # the publisher's own, at most 4 KiB; the record gives it back
 
 
 class RequestRecord(Message, frozen=True, kw_only=True, tag="request-record/1"):
@@ -80,6 +83,7 @@ class RequestRecord(Message, frozen=True, kw_only=True, tag="request-record/1"):
     label: str = ""
     cache_salt: str = ""
     cost: float = 0.0
+    reader_note: bytes = b""  # as in the request; no stage looks into it
 
 
 FinishReason = Literal["stop", "length"]

@@ -11,6 +11,7 @@
     mesh.v1.cancel.<worker>                          CancelWord
     mesh.v1.lease.<worker>                           LeaseRelease
     mesh.v1.beat.<process>                           Beat
+    mesh.v1.adopt.<process>                          Adopt
     mesh.v1.control.<process>                        Drain
     mesh.v1.dead                                     DeadLetter
 
@@ -28,6 +29,7 @@ from schemas.errors import SchemaError
 
 ROOT = "mesh.v1"
 ANY = "any"
+_BRIDGE = "bridge"
 
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_")
 _MAX_NAME = 512  # encoded; the broker drops a connection whose subjects are over 4 KiB
@@ -101,6 +103,17 @@ def check_reader(reader: str) -> str:
     if not _READER.match(reader):
         raise SchemaError("a reader is '<broker user>.<name>'", param="reader")
     return reader
+
+
+def bridge_reader(process: str) -> str:
+    """The reader of one bridge, whatever its broker user is called."""
+    return check_reader(f"{_BRIDGE}.{process}")
+
+
+def bridge_of(reader: str) -> str | None:
+    """The process id of the bridge whose reader this is; None for any other reader."""
+    user, _, process = reader.partition(".")
+    return process if user == _BRIDGE else None
 
 
 def default_reader(request_id: str) -> str:
@@ -205,6 +218,11 @@ def beat(process: str) -> str:
     return f"{ROOT}.beat.{_worker(process)}"
 
 
+def adopt(process: str) -> str:
+    """Requests that one bridge reads although they came through another."""
+    return f"{ROOT}.adopt.{_worker(process)}"
+
+
 def control(process: str) -> str:
     """Orders to one process."""
     return f"{ROOT}.control.{_worker(process)}"
@@ -213,4 +231,5 @@ def control(process: str) -> str:
 DEAD = f"{ROOT}.dead"
 ALL_CHAINS = f"{ROOT}.token-stream.*.*.claim.*"
 ALL_BEATS = f"{ROOT}.beat.*"
+ALL_ADOPTIONS = f"{ROOT}.adopt.*"
 ALL_ORDERS = f"{ROOT}.control.*"

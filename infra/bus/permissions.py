@@ -81,6 +81,7 @@ BRIDGE = Permissions(
         f"{ROOT}.admission.>",
         f"{ROOT}.cancel.>",
         f"{ROOT}.beat.>",
+        f"{ROOT}.adopt.>",
         f"{ROOT}.token-stream.*.*.claim.*",
         f"{ROOT}.dead",
         _CLOCK,
@@ -90,6 +91,7 @@ BRIDGE = Permissions(
     ),
     subscribe=(
         *(f"{ROOT}.{name}.>" for name in ("live", "token-stream", "beat")),
+        f"{ROOT}.adopt.>",
         f"$KV.{MODELS_BUCKET}.>",
         "_INBOX_bridge.>",
     ),

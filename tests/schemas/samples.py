@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from schemas.codec import Message, pack_ids
-from schemas.control import Beat, CancelWord, DeadLetter, Drain, Load
+from schemas.control import Adopt, Beat, CancelWord, DeadLetter, Drain, Load
 from schemas.decode import DecodeTask
 from schemas.errors import ErrorInfo
 from schemas.kv import KvHandle, KvReady, LeaseRelease
@@ -61,6 +61,7 @@ RECORD = RequestRecord(
     label="their own id",
     cache_salt="salt",
     cost=288.0,
+    reader_note=b"\x00their own\xff",
 )
 HANDLE = KvHandle(
     lease_id="lease-1",
@@ -104,6 +105,7 @@ SAMPLES: tuple[Message, ...] = (
         label="their own id",
         cache_salt="salt",
         echo=True,
+        reader_note=b"\x00their own\xff",
     ),
     RECORD,
     PrefillTask(request_id=REQUEST_ID, epoch=3, after_seq=21, reader=READER, record=RECORD),
@@ -191,6 +193,7 @@ SAMPLES: tuple[Message, ...] = (
         max_sequence_tokens=8192,
     ),
     CancelWord(request_id=REQUEST_ID),
+    Adopt(process="bridge-b-0a1b2c3d", request_ids=(REQUEST_ID, "another-id")),
     Drain(process="worker-decode-0-0a1b2c3d", stay_down=True),
     DeadLetter(
         subject="mesh.v1.admission.org=2Ftiny",

@@ -129,7 +129,9 @@ def test_readers_that_can_not_stand_in_a_subject(bad: str) -> None:
 @pytest.mark.parametrize("bad", ["", "a.b", "*", ">", "a b", "x" * 256, "a\n"])
 def test_workers_that_can_not_stand_in_a_subject(bad: str) -> None:
     """Whoever writes a worker id writes to no other subject with it."""
-    for make in (subjects.cancel, subjects.lease, subjects.beat, subjects.control):
+    for make in (
+        subjects.cancel, subjects.lease, subjects.beat, subjects.adopt, subjects.control,
+    ):  # fmt: skip
         with pytest.raises(SchemaError):
             make(bad)
     with pytest.raises(SchemaError):
@@ -143,6 +145,15 @@ def test_served_tokens_that_can_not_stand_in_a_subject(bad: str) -> None:
         with pytest.raises(SchemaError) as caught:
             make(bad)
         assert caught.value.param == "served"
+
+
+def test_readers_of_bridges_name_their_process() -> None:
+    """Who judges a request by its bridge's life finds the bridge in the reader."""
+    reader = subjects.bridge_reader("bridge-a-1f2e")
+    assert reader == subjects.check_reader("bridge.bridge-a-1f2e")
+    assert subjects.bridge_of(reader) == "bridge-a-1f2e"
+    for other in ("client.bridge-a-1f2e", subjects.default_reader("request-1")):
+        assert subjects.bridge_of(other) is None
 
 
 def test_a_request_without_reader_reads_under_its_own_id() -> None:

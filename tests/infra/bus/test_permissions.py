@@ -120,13 +120,18 @@ async def test_a_worker_has_what_it_needs(connect, bus, times):
 
 
 async def test_a_bridge_has_what_it_needs(connect, bus):
-    """Requests in, its streams out, cancels; no work, no tokens."""
+    """Requests in, its streams out, cancels, adoptions, records; no work, no tokens."""
     bridge = await connect("bridge")
     await bridge.publish_stored(subjects.admission("Model"), b"request")
     await bridge.publish_stored(subjects.chain("bridge.b", REQUEST), b"cancelled")
     await bridge.publish(subjects.cancel("w"), b"x")
     await bridge.publish(subjects.beat("p"), b"x")
     await bridge.subscribe(subjects.ALL_BEATS, lambda message: None)
+    await bridge.publish(subjects.adopt("p"), b"x")
+    await bridge.subscribe(subjects.ALL_ADOPTIONS, lambda message: None)
+    await bus.publish_stored(subjects.request_record(REQUEST), b"record")
+    record = await bridge.last_message(TOKENS, subjects.request_record(REQUEST))
+    assert record is not None
     async with StreamReader(bridge, subjects.reader_filter("bridge.b"), lambda *_: None) as reader:
         await reader.start(1)
     for forbidden in (subjects.token_stream("bridge.b"), subjects.prefill("m@r")):
