@@ -15,11 +15,23 @@ from schemas.codec import Message
 MAX_READER_NOTE_BYTES = 4096
 
 
+class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an answer must be: any JSON object, or JSON that a schema allows.
+
+    An answer that ends with "stop", and not at a stop string or stop id, keeps to it; one that
+    ends with "length" is the beginning of one that does.
+    """
+
+    kind: Literal["json_object", "json_schema"]
+    json_schema: str = ""  # JSON text; properties come in the answer in the order they have here
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How tokens are chosen. Ranges are checked by admission, which names the field.
 
-    Order of application: logit bias, penalties, temperature, top-k, top-p, min-p. Logprobs are
-    those of the model before temperature, after logit bias and penalties.
+    Order of application: logit bias, penalties, what is not allowed (``response_format``, ends
+    before ``min_tokens``), temperature, top-k, top-p, min-p. Logprobs are those before temperature,
+    after all that stands in front of it.
     """
 
     max_tokens: int | None = None  # None: as many as the context has room for
@@ -38,6 +50,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; k: the chosen token and the k most likely
     n: int = 1
+    response_format: ResponseFormat | None = None
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -13,6 +13,7 @@
     mesh.v1.beat.<process>                           Beat
     mesh.v1.adopt.<process>                          Adopt
     mesh.v1.control.<process>                        Drain
+    mesh.v1.tokenize.<model>                         Tokenize, Detokenize (questions)
     mesh.v1.dead                                     DeadLetter
 
 A ``<reader>`` is two tokens, ``<broker user>.<name>``: permissions know subjects only, so the
@@ -228,8 +229,14 @@ def control(process: str) -> str:
     return f"{ROOT}.control.{_worker(process)}"
 
 
+def tokenize(model: str) -> str:
+    """Questions to the tokenizer of ``model``; answers go to their reply subjects."""
+    return f"{ROOT}.tokenize.{encode_name(model)}"
+
+
 DEAD = f"{ROOT}.dead"
 ALL_CHAINS = f"{ROOT}.token-stream.*.*.claim.*"
 ALL_BEATS = f"{ROOT}.beat.*"
+ALL_TOKENIZE = f"{ROOT}.tokenize.*"
 ALL_ADOPTIONS = f"{ROOT}.adopt.*"
 ALL_ORDERS = f"{ROOT}.control.*"

@@ -9,7 +9,14 @@ from schemas.errors import ErrorInfo
 from schemas.kv import KvHandle, KvReady, LeaseRelease
 from schemas.models import ModelCard
 from schemas.prefill import PrefillTask
-from schemas.requests import ChatMessage, InferenceRequest, RequestRecord, SamplingParams
+from schemas.requests import (
+    ChatMessage,
+    InferenceRequest,
+    RequestRecord,
+    ResponseFormat,
+    SamplingParams,
+)
+from schemas.tokenize import Detokenize, Detokenized, QuestionRefused, Tokenize, Tokenized
 from schemas.tokens import (
     Accepted,
     Cancelled,
@@ -45,6 +52,7 @@ SAMPLING = SamplingParams(
     ignore_eos=True,
     logprobs=2,
     n=2,
+    response_format=ResponseFormat(kind="json_schema", json_schema='{"type":"integer"}'),
 )
 RECORD = RequestRecord(
     request_id=REQUEST_ID,
@@ -205,6 +213,19 @@ SAMPLES: tuple[Message, ...] = (
         process="control-a-0a1b2c3d",
         unix_ms=1_790_000_000_000,
         payload_bytes=1_000_000,
+    ),
+    Tokenize(
+        model="org/tiny",
+        prompt="Hi",
+        messages=(ChatMessage(role="user", content="Hi"),),  # both at once: as above
+        add_special_tokens=True,
+        add_generation_prompt=False,
+    ),
+    Detokenize(model="org/tiny", ids=pack_ids([1, 2, 300])),
+    Tokenized(ids=pack_ids([1, 2, 300]), max_model_len=2048),
+    Detokenized(text="Hi"),
+    QuestionRefused(
+        error=ErrorInfo(code="invalid_request", message="no chat template", param="messages")
     ),
     ModelCard(
         name="org/tiny",
