@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from infra.bus.topology import MAX_QUEUED, Limits
 from infra.mesh_file import read_mesh_file
 from infra.parse import (
     ModelSource,
@@ -126,9 +127,23 @@ class ControlConfig:
         (DEFAULT_MODEL,), models, "a model to admit requests for, NAME=SOURCE", flag="--model",
         many=True,
     )  # fmt: skip
+    max_queued_requests: int = setting(
+        MAX_QUEUED, whole(1, 1_000_000), "requests of one model that may wait for a prefill; more "
+        "are refused with 429. Equal in all control processes",
+    )  # fmt: skip
+    replicas: int = setting(
+        1, whole(1, 5), "servers of the broker's cluster that keep each message: 1 or 3. Equal in "
+        "all control processes",
+    )  # fmt: skip
     health_host: str = setting("127.0.0.1", text, "where /health, /ready, /metrics listen")
     health_port: int = setting(0, _PORT, "port of /health, /ready, /metrics; 0: any free one")
     grace_s: float = setting(8.0, number(0.1, 600), "how long a drain may take")
+
+    @property
+    def limits(self) -> Limits:
+        """What the broker keeps. Queues of single workers and of admission are as long as that
+        of a model may be: our own limit refuses first, with better words."""
+        return Limits(queue_msgs=max(MAX_QUEUED, self.max_queued_requests), replicas=self.replicas)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,8 @@ run_process   logging, event loop, exit code
 ├── bus       connected, topology ensured
 ├── health    /health, /ready, /metrics
 ├── beats     every ``times.beat_s``, at once when something changes, "gone" at the end
-├── signals   the first SIGTERM or SIGINT drains, the second or the end of the grace time ends
+├── signals   the first SIGTERM or SIGINT drains, the second or the end of the grace time ends;
+│             a Drain on the bus is a first one
 └── body      the role; given a RoleContext, it returns when it has drained
 """
 
@@ -23,11 +24,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from infra.bus.connection import Bus
+from infra.bus.connection import Bus, Msg
 from infra.bus.errors import BrokerRefused
 from infra.bus.names import MODELS
 from infra.bus.topology import ensure_topology
-from infra.config import RoleConfig
+from infra.config import ControlConfig, RoleConfig
 from infra.failure import EXIT_FAILED, EXIT_INTERRUPTED, first_mesh_error, report
 from infra.health import Health, health_app
 from infra.http_server import bind, http_server
@@ -37,9 +38,9 @@ from infra.metrics import Metrics
 from infra.task_scope import task_scope
 from infra.times import Times
 from schemas import subjects
-from schemas.codec import encode
-from schemas.control import Beat, ProcessState
-from schemas.errors import BusUnavailable, MeshError
+from schemas.codec import decode, encode
+from schemas.control import Beat, Drain, ProcessState
+from schemas.errors import BusUnavailable, MeshError, SchemaError
 
 Kind = Literal["control", "worker", "bridge"]
 
@@ -105,8 +106,9 @@ def new_process_id(kind: str, name: str) -> str:
 
 
 class _Signals:
-    """The first SIGTERM or SIGINT drains; a second one, or the end of the grace time, cancels
-    the body; if that does not help, the kernel's alarm ends the process."""
+    """The first SIGTERM or SIGINT drains, and so does an order over the bus; a second signal, or
+    the end of the grace time, cancels the body; if that does not help, the kernel's alarm ends
+    the process."""
 
     def __init__(self, ctx: RoleContext, grace_s: float, task: asyncio.Task[object]) -> None:
         self._ctx = ctx
@@ -115,9 +117,10 @@ class _Signals:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> _Signals:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._on_signal, number.name)
+        return self
 
     def __exit__(self, *_: object) -> None:
         if self._timer is not None:
@@ -125,13 +128,26 @@ class _Signals:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.remove_signal_handler(number)
 
+    def on_order(self, message: Msg) -> None:
+        """A Drain on the bus; it may come twice."""
+        try:
+            order = decode(message.data, Drain)
+        except SchemaError as error:
+            self._ctx.log.warning("order_refused", reason=error.message)
+            return
+        if order.process == self._ctx.process and not self._ctx.draining.is_set():
+            self._drain("order")
+
     def _on_signal(self, name: str) -> None:
         if self._ctx.draining.is_set():
             self._cut(f"second {name}")
-            return
+        else:
+            self._drain(name)
+
+    def _drain(self, cause: str) -> None:
         if is_orphan():
             self._grace_s = min(self._grace_s, _ORPHAN_GRACE_S)
-        self._ctx.log.info("drain_started", signal=name, grace_s=self._grace_s)
+        self._ctx.log.info("drain_started", cause=cause, grace_s=self._grace_s)
         self._ctx.drain()
         self._timer = self._loop.call_later(self._grace_s, self._cut, "grace time over")
         # A loop that no longer runs can't call _cut; SIGALRM has the kernel's default action.
@@ -167,19 +183,20 @@ async def _send(ctx: RoleContext, beat: Beat) -> None:
         await ctx.bus.publish(subjects.beat(ctx.process), encode(beat))
 
 
-async def _run_body(ctx: RoleContext, body: Body, grace_s: float) -> None:
+async def _run_body(ctx: RoleContext, body: Body, config: RoleConfig) -> None:
     task = asyncio.current_task()
     assert task is not None, "runs in a task"
-    with _Signals(ctx, grace_s, task):
-        await _find_topology(ctx)
+    with _Signals(ctx, config.grace_s, task) as signals:
+        await ctx.bus.subscribe(subjects.control(ctx.process), signals.on_order)
+        await _find_topology(ctx, config)
         async with task_scope() as ctx.tasks:
             await body(ctx)
 
 
-async def _find_topology(ctx: RoleContext) -> None:
+async def _find_topology(ctx: RoleContext, config: RoleConfig) -> None:
     """Control makes the streams; no other role may, so the others wait until they are there."""
-    if ctx.kind == "control":
-        await ensure_topology(ctx.bus)
+    if isinstance(config, ControlConfig):
+        await ensure_topology(ctx.bus, config.limits)
         return
     while not ctx.draining.is_set():
         try:
@@ -218,7 +235,7 @@ async def _serve(process: str, kind: Kind, config: RoleConfig, body: Body, log: 
             ):
                 tasks.create_task(_beat_for_ever(ctx), name="beats")
                 tasks.create_task(_watch(ctx), name="bus watch")
-                await _run_body(ctx, body, config.grace_s)
+                await _run_body(ctx, body, config)
         finally:  # when no other beat can follow
             await _send(ctx, ctx.beat("gone"))
     finally:

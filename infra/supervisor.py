@@ -82,7 +82,7 @@ class Supervisor:
                 self._console.spin("starting the broker")
                 async with self._broker() as url, await self._connect(url) as bus:
                     self._bus = bus
-                    await ensure_topology(bus)
+                    await ensure_topology(bus, self._config.control.limits)
                     await bus.subscribe(subjects.ALL_BEATS, self._on_beat)
                     await self._run_children(models, url)
             finally:

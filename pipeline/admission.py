@@ -13,20 +13,20 @@ Fails      ModelNotFound, InvalidRequest, ContextTooLong, QueueFull -> StreamErr
 from __future__ import annotations
 
 import asyncio
-import secrets
 from pathlib import Path
 
 import msgspec
 
 from infra.bus import WorkMessage, WrongLastSequence
-from pipeline.limits import check_priority, check_sampling, check_token_ids
+from pipeline.backlog import Backlog
+from pipeline.limits import SequenceLimit, check_priority, check_sampling, check_token_ids
 from pipeline.placement import Placement
 from pipeline.registry import Registry
 from pipeline.stage import Handled, Outgoing, StageContext, Work
 from pipeline.tokenizing import ChatTokenizer
 from schemas import subjects
-from schemas.codec import decode, decode_json, encode, is_json, pack_ids, tag_of
-from schemas.errors import ContextTooLong, InvalidRequest, SchemaError
+from schemas.codec import decode, decode_json, encode, is_json, pack_ids, tag_of, unpack_ids
+from schemas.errors import ContextTooLong, InvalidRequest, QueueFull, SchemaError
 from schemas.headers import REQUEST, TRACEPARENT, WorkHeaders
 from schemas.models import ModelCard
 from schemas.prefill import PrefillTask
@@ -45,8 +45,11 @@ class Admission:
         tokenizers: by model folder; filled by :meth:`load` for each model that is registered.
     """
 
-    def __init__(self, ctx: StageContext, registry: Registry, placement: Placement) -> None:
+    def __init__(
+        self, ctx: StageContext, registry: Registry, placement: Placement, backlog: Backlog
+    ) -> None:
         self._ctx = ctx
+        self._backlog = backlog
         self._registry = registry
         self._placement = placement
         self._tokenizers: dict[str, ChatTokenizer] = {}
@@ -90,35 +93,59 @@ class Admission:
         request = work.message
         card = self._registry.require(request.model)
         tokenizer = await self._tokenizer(card)
-        check_sampling(request.sampling)
-        check_priority(request.priority)
-        prompt_ids = await self._tokenize(request, card, tokenizer)
-        prompt_field = "prompt" if request.messages is None else "messages"
-        sampling = _resolve(request.sampling, len(prompt_ids), card, prompt_field)
-        record, is_new = await self._write_record(
-            RequestRecord(
-                request_id=request.request_id,
-                model=card.name,
-                revision=card.revision,
-                served=card.served,
-                prompt_ids=pack_ids(prompt_ids),
-                sampling=sampling,
-                reader=self.reader_of(request),
-                admitted_unix_ms=self._ctx.bus.now_unix_ms(),
-                deadline_unix_ms=work.headers.deadline_unix_ms,
-                tenant=request.tenant,
-                priority=request.priority,
-                label=request.label[:256],
-                cache_salt=request.cache_salt,
-                cost=_cost(sampling, len(prompt_ids)),
-            )
-        )
+        try:
+            record, is_new = await self._write_record(await self._check(work, card, tokenizer))
+        except (InvalidRequest, QueueFull):
+            found = await self._ctx.chain.record(request.request_id)
+            if found is None or found[1].reader != self.reader_of(request):
+                raise
+            record, is_new = found[1], False  # admitted before, when there was more room
+        prompt_ids = unpack_ids(record.prompt_ids)
         if is_new:
             self._ctx.metrics.requests_admitted.inc()
             self._ctx.metrics.prompt_tokens.observe(len(prompt_ids))
         echo = await _decode(tokenizer, prompt_ids) if request.echo else None
         outcome = "admitted" if is_new else "repeated"
         return Handled(outcome=outcome, publish=self._next(record, echo))
+
+    def when_full(self, request: InferenceRequest) -> QueueFull:
+        """What a client hears when the broker has no place for its task."""
+        return self._backlog.full(self._registry.require(request.model).served)
+
+    async def _check(
+        self, work: Work[InferenceRequest], card: ModelCard, tokenizer: ChatTokenizer
+    ) -> RequestRecord:
+        """The record that ``work`` asks for, if it may enter."""
+        request = work.message
+        check_sampling(request.sampling)
+        check_priority(request.priority)
+        prompt_ids = await self._tokenize(request, card, tokenizer)
+        sampling = self._resolve(request, len(prompt_ids), card)
+        await self._backlog.enter(card.served)
+        return RequestRecord(
+            request_id=request.request_id,
+            model=card.name,
+            revision=card.revision,
+            served=card.served,
+            prompt_ids=pack_ids(prompt_ids),
+            sampling=sampling,
+            reader=self.reader_of(request),
+            admitted_unix_ms=self._ctx.bus.now_unix_ms(),
+            deadline_unix_ms=work.headers.deadline_unix_ms,
+            tenant=request.tenant,
+            priority=request.priority,
+            label=request.label[:256],
+            cache_salt=request.cache_salt,
+            cost=_cost(sampling, len(prompt_ids)),
+        )
+
+    def _resolve(
+        self, request: InferenceRequest, num_prompt: int, card: ModelCard
+    ) -> SamplingParams:
+        held = self._placement.max_sequence_tokens(card.served)
+        limit = SequenceLimit.of(card, held)
+        prompt_field = "prompt" if request.messages is None else "messages"
+        return limit.resolve(request.sampling, num_prompt, prompt_field)
 
     async def _tokenizer(self, card: ModelCard) -> ChatTokenizer:
         found = self._tokenizers.get(card.served)
@@ -159,8 +186,8 @@ class Admission:
                 encode(record),
                 expect_last_subject_seq=0,
             )
-        except WrongLastSequence:
-            found = await self._ctx.chain.record(record.request_id)
+        except WrongLastSequence as error:
+            found = await self._ctx.chain.record(record.request_id, at_least_seq=error.last_seq)
             if found is None or found[1].reader != record.reader:
                 raise InvalidRequest("this request id is in use", param="request_id") from None
             return found[1], False
@@ -228,34 +255,6 @@ async def _decode(tokenizer: ChatTokenizer, ids: list[int]) -> str:
     if len(ids) < _LONG_TEXT_TOKENS:
         return tokenizer.decode(ids)
     return await asyncio.to_thread(tokenizer.decode, ids)
-
-
-def _resolve(
-    params: SamplingParams, num_prompt: int, card: ModelCard, prompt_field: str
-) -> SamplingParams:
-    """``params`` with seed and ``max_tokens`` set.
-
-    Raises:
-        ContextTooLong: the prompt, or prompt and ``max_tokens``, are over the context.
-    """
-    room = card.context_length - num_prompt
-    if room < 1:
-        raise ContextTooLong(
-            f"the prompt has {num_prompt} tokens, the context of {card.name} is "
-            f"{card.context_length} and the answer needs one at least",
-            param=prompt_field,
-        )
-    max_tokens = room if params.max_tokens is None else params.max_tokens
-    if max_tokens > room:
-        raise ContextTooLong(
-            f"{num_prompt} prompt tokens and max_tokens = {max_tokens} are over the context of "
-            f"{card.context_length}",
-            param="max_tokens",
-        )
-    if params.min_tokens > max_tokens:
-        raise InvalidRequest("min_tokens may not be over max_tokens", param="min_tokens")
-    seed = secrets.randbits(63) if params.seed is None else params.seed % 2**64
-    return msgspec.structs.replace(params, max_tokens=max_tokens, seed=seed)
 
 
 def _cost(params: SamplingParams, num_prompt: int) -> float:

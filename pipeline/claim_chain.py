@@ -60,14 +60,15 @@ class ClaimChain:
                 encode(entry),
                 expect_last_subject_seq=after_seq,
             )
-        except WrongLastSequence:
-            tip = await self.tip(reader, entry.request_id)
+        except WrongLastSequence as error:
+            tip = await self.tip(reader, entry.request_id, at_least_seq=error.last_seq)
             return tip.seq if tip.seq > after_seq and tip.entry == entry else None
         return stored.seq
 
-    async def tip(self, reader: str, request_id: str) -> ChainTip:
-        """The chain's last entry now."""
-        last = await self._bus.last_message(TOKENS, subjects.chain(reader, request_id))
+    async def tip(self, reader: str, request_id: str, *, at_least_seq: int = 0) -> ChainTip:
+        """The chain's last entry now, which is known to be ``at_least_seq``."""
+        chain = subjects.chain(reader, request_id)
+        last = await self._bus.last_message(TOKENS, chain, at_least_seq=at_least_seq)
         if last is None:
             return ChainTip(seq=0, entry=None)
         try:
@@ -93,7 +94,10 @@ class ClaimChain:
                 return ChainTip(seq=seq, entry=entry)
         raise BusUnavailable(f"the chain of {entry.request_id} grows faster than it can be ended")
 
-    async def record(self, request_id: str) -> tuple[int, RequestRecord] | None:
+    async def record(
+        self, request_id: str, *, at_least_seq: int = 0
+    ) -> tuple[int, RequestRecord] | None:
         """The admitted request and its stream sequence, while the stream still has it."""
-        last = await self._bus.last_message(TOKENS, subjects.request_record(request_id))
+        subject = subjects.request_record(request_id)
+        last = await self._bus.last_message(TOKENS, subject, at_least_seq=at_least_seq)
         return None if last is None else (last.seq, decode(last.data, RequestRecord))

@@ -16,6 +16,7 @@ from infra.model_folder import ModelFolder, open_model_folder
 from infra.process import RoleContext
 from infra.task_scope import task_scope
 from pipeline.admission import Admission
+from pipeline.backlog import Backlog
 from pipeline.claim_chain import ClaimChain
 from pipeline.fleet import Fleet
 from pipeline.placement import LeastLoaded
@@ -43,7 +44,8 @@ async def serve_control(ctx: RoleContext, config: ControlConfig) -> None:
     fleet = Fleet(bus.times.dead_s, time.monotonic())
     placement = LeastLoaded(fleet)
     registry = Registry(bus)
-    admission = Admission(stage_ctx, registry, placement)
+    backlog = Backlog(bus, config.max_queued_requests)
+    admission = Admission(stage_ctx, registry, placement, backlog)
     await registry.start()
     for source in config.models:
         await _register(registry, admission, source.name, Path(source.source))
@@ -54,7 +56,7 @@ async def serve_control(ctx: RoleContext, config: ControlConfig) -> None:
         admission.parse,
         admission.reader_of,
         admission.handle,
-        waits_when_full=False,
+        when_full=admission.when_full,
     )
     route: Stage[KvReady] = Stage(
         stage_ctx,
@@ -64,7 +66,9 @@ async def serve_control(ctx: RoleContext, config: ControlConfig) -> None:
         lambda ready: ready.reader,
         Router(stage_ctx, placement).handle,
     )
-    takeover = TakeOver(bus, stage_ctx.chain, fleet, ctx.metrics, ctx.log)
+    takeover = TakeOver(
+        bus, stage_ctx.chain, fleet, ctx.metrics, ctx.log, on_claim=backlog.note_claim
+    )
     async with task_scope() as tasks:
         tasks.create_task(takeover.run(), name="take-over")
         tasks.create_task(registry.run(), name="registry")

@@ -45,6 +45,7 @@ async def bury(
         stage=stage,
         process=process,
         unix_ms=bus.now_unix_ms(),
+        payload_bytes=len(data),
     )
     await bus.publish_stored(
         subjects.DEAD, encode(letter), msg_id=f"dead.{message.subject}.{message.stream_seq}"

@@ -31,6 +31,7 @@ class Fleet:
         self._dead_s = dead_s
         self._members: dict[str, Member] = {}  # by process
         self._dead_workers: dict[str, float] = {}  # verdicts and when; ids never come back
+        self._drained: set[str] = set()  # those of them that said before that they would go
         self._verdicts: list[Beat] = []
         self._listening_since_s = now_s
 
@@ -41,6 +42,8 @@ class Fleet:
             self._bury(known.beat, now_s)  # it came back under another id: the old one is over
         if beat.state == "gone":
             self._members.pop(beat.process, None)
+            if known is not None and known.beat.state == "draining":
+                self._drained.add(beat.worker)
             self._bury(beat, now_s)
         elif not (beat.worker and beat.worker in self._dead_workers):
             self._members[beat.process] = Member(beat, now_s)
@@ -71,6 +74,10 @@ class Fleet:
             return False
         return now_s - self._listening_since_s > self._dead_s
 
+    def has_drained(self, worker: str) -> bool:
+        """Whether a worker that is gone had announced it."""
+        return worker in self._drained
+
     def workers(self, served: str, role: str) -> list[Beat]:
         """Live workers that take tasks of ``role`` for ``served``, by worker id."""
         found = [
@@ -81,6 +88,16 @@ class Fleet:
             and member.beat.state == "ready"
         ]
         return sorted(found, key=lambda beat: beat.worker)
+
+    def max_sequence_tokens(self, served: str) -> int | None:
+        """What a sequence may be long so that each live worker of ``served`` could hold it; None
+        when none says so. One that drains is not asked: nothing new goes there."""
+        said = [
+            member.beat.max_sequence_tokens
+            for member in self._members.values()
+            if member.beat.served == served and member.beat.state != "draining"
+        ]
+        return min((tokens for tokens in said if tokens > 0), default=None)
 
     def worker(self, worker: str) -> Beat | None:
         """The last beat of a live worker."""
@@ -96,6 +113,7 @@ class Fleet:
     def forget_verdicts(self, older_than_s: float) -> None:
         """Drop verdicts from before ``older_than_s``: their requests are long over."""
         self._dead_workers = {w: s for w, s in self._dead_workers.items() if s >= older_than_s}
+        self._drained &= self._dead_workers.keys()
 
     def _bury(self, beat: Beat, now_s: float) -> None:
         if beat.worker and beat.worker not in self._dead_workers:

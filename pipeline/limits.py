@@ -1,10 +1,14 @@
-"""What sampling parameters may be: one table, checked for HTTP and bus alike."""
+"""What sampling parameters may be, checked for HTTP and bus alike: a table, and what fits."""
 
 from __future__ import annotations
 
+import secrets
 from typing import NamedTuple
 
-from schemas.errors import InvalidRequest
+import msgspec
+
+from schemas.errors import ContextTooLong, InvalidRequest
+from schemas.models import ModelCard
 from schemas.requests import SamplingParams
 
 
@@ -87,3 +91,43 @@ def check_token_ids(field: str, ids: tuple[int, ...], vocab_size: int) -> None:
     """Raise InvalidRequest, naming ``field``, when an id is not in the vocabulary."""
     if any(not 0 <= token_id < vocab_size for token_id in ids):
         raise InvalidRequest(f"token ids are from 0 to {vocab_size - 1}", param=field)
+
+
+class SequenceLimit(NamedTuple):
+    """How long prompt and answer together may be, and why."""
+
+    tokens: int
+    reason: str
+
+    @classmethod
+    def of(cls, card: ModelCard, held: int | None) -> SequenceLimit:
+        """The context of ``card``, or what its workers' memory can hold where that is less."""
+        if held is not None and held < card.context_length:
+            return cls(held, f"the workers of {card.name} hold sequences of {held}")
+        return cls(card.context_length, f"the context of {card.name} is {card.context_length}")
+
+    def resolve(self, params: SamplingParams, num_prompt: int, prompt_field: str) -> SamplingParams:
+        """``params`` with seed and ``max_tokens`` set.
+
+        Raises:
+            ContextTooLong: the prompt, or prompt and ``max_tokens``, do not fit.
+            InvalidRequest: less fits than ``min_tokens``.
+        """
+        room = self.tokens - num_prompt
+        if room < 1:
+            raise ContextTooLong(
+                f"the prompt has {num_prompt} tokens, {self.reason} and the answer needs one at "
+                "least",
+                param=prompt_field,
+            )
+        max_tokens = room if params.max_tokens is None else params.max_tokens
+        if max_tokens > room:
+            raise ContextTooLong(
+                f"{num_prompt} prompt tokens and max_tokens = {max_tokens} are too many: "
+                f"{self.reason}",
+                param="max_tokens",
+            )
+        if params.min_tokens > max_tokens:
+            raise InvalidRequest("min_tokens may not be over max_tokens", param="min_tokens")
+        seed = secrets.randbits(63) if params.seed is None else params.seed % 2**64
+        return msgspec.structs.replace(params, max_tokens=max_tokens, seed=seed)

@@ -25,6 +25,10 @@ class Placement(Protocol):
     def decode_worker(self, served: str, ready: KvReady) -> str:
         """A worker id, or ``any``."""
 
+    def max_sequence_tokens(self, served: str) -> int | None:
+        """How long prompt and answer together may be, so that any worker could take them; None
+        when no worker is there to ask."""
+
 
 @dataclass(slots=True)
 class LeastLoaded:
@@ -48,6 +52,10 @@ class LeastLoaded:
         if able and len(able) < len(everyone):
             return self._send(min(able, key=self._burden))  # ``any`` may be one that can't
         return self._least_loaded(able)
+
+    def max_sequence_tokens(self, served: str) -> int | None:
+        """See :class:`Placement`."""
+        return self.fleet.max_sequence_tokens(served)
 
     def _least_loaded(self, beats: list[Beat]) -> str:
         if len(beats) < 2:

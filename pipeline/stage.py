@@ -104,8 +104,8 @@ class Stage(Generic[T]):
         concurrency: the most that are handled at once.
         on_fenced: called when our own consumer was deleted under us: somebody declared us dead.
             None for a consumer that is shared.
-        waits_when_full: a full queue behind this stage is waited for; else the client hears
-            QueueFull.
+        when_full: what the client of a message hears when a queue behind this stage is full.
+            None: the message waits for room.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Stage(Generic[T]):
         capacity: Callable[[], int] | None = None,
         concurrency: int = 32,
         on_fenced: Callable[[], None] | None = None,
-        waits_when_full: bool = True,
+        when_full: Callable[[T], QueueFull] | None = None,
     ) -> None:
         self.name = name
         self._ctx = ctx
@@ -129,7 +129,7 @@ class Stage(Generic[T]):
         self._handler = handler
         self._capacity = capacity
         self._concurrency = concurrency
-        self._waits_when_full = waits_when_full
+        self._when_full = when_full
         self._running: dict[int, WorkMessage] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._pull = WorkPull(
@@ -259,11 +259,13 @@ class Stage(Generic[T]):
         facts: dict[str, str],
     ) -> str:
         facts["code"] = error.code
-        waits = self._waits_when_full if isinstance(error, QueueFull) else error.retryable
-        if waits:
+        is_full = isinstance(error, QueueFull) and self._when_full is not None
+        if error.retryable and not is_full:
             pause = _RETRY_S[min(message.num_delivered, len(_RETRY_S)) - 1]
             await message.nak(pause)
             return "later"
+        if is_full and error.retry_after_s is None and self._when_full is not None:
+            error = self._when_full(work.message)
         await self._end(reader, work.headers, error)
         await message.ack()
         return "refused"

@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
+from collections.abc import Callable
 
 from infra.bus import Bus, Msg, WorkMessage
 from infra.bus.names import TOKENS
@@ -34,7 +35,14 @@ from schemas.control import Beat, CancelWord
 from schemas.errors import BusUnavailable, MeshError, SchemaError
 from schemas.headers import WorkHeaders
 from schemas.prefill import PrefillTask
-from schemas.tokens import Cancelled, ChainEntry, Expired, StreamError, decode_chain_entry
+from schemas.tokens import (
+    Cancelled,
+    ChainEntry,
+    Claim,
+    Expired,
+    StreamError,
+    decode_chain_entry,
+)
 
 _REMEMBER_VERDICTS_S = 3600.0
 _OVERDUE_MS = 500  # later than the workers themselves: mostly they were faster
@@ -45,10 +53,18 @@ class TakeOver:
 
     Args:
         fleet: filled here from heartbeats; placement reads it.
+        on_claim: called with each claim when it is made, by whomever.
     """
 
     def __init__(
-        self, bus: Bus, chain: ClaimChain, fleet: Fleet, metrics: Metrics, log: Logger
+        self,
+        bus: Bus,
+        chain: ClaimChain,
+        fleet: Fleet,
+        metrics: Metrics,
+        log: Logger,
+        *,
+        on_claim: Callable[[Claim], None] = lambda claim: None,
     ) -> None:
         self.ledger = Ledger()
         self._bus = bus
@@ -56,6 +72,7 @@ class TakeOver:
         self._fleet = fleet
         self._metrics = metrics
         self._log = log
+        self._on_claim = on_claim
         self._placed: dict[str, int] = {}  # request -> the chain entry it was placed upon
         self._to_reap: deque[Beat] = deque()
         self._must_read = True
@@ -99,18 +116,26 @@ class TakeOver:
     def _hear_chain(self, message: Msg) -> None:
         seq = (message.headers or {}).get("Nats-Sequence")
         if seq is not None:  # else not the stream's own word
-            self._apply(int(seq), message.subject, message.data)
+            entry = self._apply(int(seq), message.subject, message.data)
+            if isinstance(entry, Claim):
+                self._on_claim(entry)
 
-    def _apply(self, seq: int, subject: str, data: bytes) -> None:
-        """Clients may write to their own chains: an entry counts for the request of its subject."""
+    def _apply(self, seq: int, subject: str, data: bytes) -> ChainEntry | None:
+        """Clients may write to their own chains: an entry counts for the request of its subject.
+
+        Returns:
+            The entry, if it counts.
+        """
         try:
             entry = decode_chain_entry(data)
             reader, request_id = subjects.split_stream_subject(subject)
             subjects.check_reader(reader)
         except SchemaError:
-            return
-        if entry.request_id == request_id:
-            self._note(seq, reader, entry)
+            return None
+        if entry.request_id != request_id:
+            return None
+        self._note(seq, reader, entry)
+        return entry
 
     def _note(self, seq: int, reader: str, entry: ChainEntry) -> None:
         ended = self.ledger.apply(seq, reader, entry)
@@ -240,7 +265,11 @@ class TakeOver:
 
     async def _fence(self, beat: Beat) -> None:
         """A dead worker's consumers go, so a frozen one learns that it was given up."""
-        self._log.warning("worker_dead", worker=beat.worker, process=beat.process)
+        facts = {"worker": beat.worker, "process": beat.process}
+        if self._fleet.has_drained(beat.worker) and not self.ledger.held_by(beat.worker):
+            self._log.info("worker_left", **facts)
+        else:
+            self._log.warning("worker_dead", **facts)
         for stage in beat.roles:
             await self._move_queue(stage, beat.served, beat.worker)
 

@@ -24,6 +24,7 @@ from nats.aio.subscription import Subscription
 from infra.bus.calls import PendingCalls, has_no_responders, status_of
 from infra.bus.client import PersistentClient, open_client, places
 from infra.bus.errors import (
+    AnotherInFlight,
     BrokerRefused,
     BusForbidden,
     NobodyListens,
@@ -94,7 +95,8 @@ class Bus:
         """Connect and learn the broker's time.
 
         Args:
-            urls: ``nats://user:password@host:port``, one or several of a cluster.
+            urls: ``nats://user:password@host:port``, one or several of a cluster (a list, or
+                with commas between).
             role: the broker user; its answers come to ``_INBOX_<role>``, which no other may read.
             name: how the connection is called in the broker's lists.
             user: in place of the one in the url, with ``password``.
@@ -103,7 +105,7 @@ class Bus:
             BusUnavailable: not reached within ``times.connect_timeout_s``, or refused (wrong
                 credentials, at once); the message says where and why.
         """
-        urls = [urls] if isinstance(urls, str) else list(urls)
+        urls = urls.split(",") if isinstance(urls, str) else list(urls)
         times = times or Times()
         bus = cls(role=role, times=times, where=places(urls))
         bus._client = await open_client(
@@ -331,16 +333,21 @@ class Bus:
             attempt_s = min(self._times.call_timeout_s, left_s)
             try:
                 return _stored(await self.request(subject, data, wire, attempt_s), subject)
-            except WrongLastSequence:
+            except WrongLastSequence as error:
                 # The broker compares sequences before it looks for repeats of a message id.
-                last = await self.last_message(TOKENS, subject) if is_repeat else None
+                if not is_repeat:
+                    raise
+                last = await self.last_message(TOKENS, subject, at_least_seq=error.last_seq)
                 if last is None or last.headers.get(MSG_ID) != wire[MSG_ID]:
                     raise
                 return Stored(seq=last.seq, duplicate=True)
+            except AnotherInFlight:  # certainly not stored: no repeat, whatever follows
+                if loop.time() + _RETRY_S >= ends:
+                    raise
             except BusUnavailable:
                 if MSG_ID not in wire or loop.time() + _RETRY_S >= ends:
                     raise
-            is_repeat = True
+                is_repeat = True
             await asyncio.sleep(_RETRY_S)
             await self.until_connected(ends - loop.time())
 
@@ -388,12 +395,28 @@ class Bus:
             raise denied
         return made
 
-    async def last_message(self, stream: str, subject: str) -> StoredMessage | None:
+    async def last_message(
+        self, stream: str, subject: str, *, at_least_seq: int = 0
+    ) -> StoredMessage | None:
         """The last message of ``subject`` in ``stream``; None when there is none.
+
+        Args:
+            at_least_seq: known to be stored. Any server of a cluster may answer, and some a
+                moment late: they are asked again.
 
         Raises:
             BusUnavailable, BusForbidden: as :meth:`request`.
         """
+        ends = time.monotonic() + self._times.call_timeout_s
+        while True:
+            last = await self._last_message(stream, subject)
+            if (last.seq if last else 0) >= at_least_seq:
+                return last
+            if time.monotonic() > ends:
+                raise BusUnavailable(f"{subject}: message {at_least_seq} can't be read yet")
+            await asyncio.sleep(_RETRY_S)
+
+    async def _last_message(self, stream: str, subject: str) -> StoredMessage | None:
         message = await self.request(f"$JS.API.DIRECT.GET.{stream}.{subject}")
         status = status_of(message)
         if status == _NO_MESSAGE:

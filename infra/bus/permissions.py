@@ -69,7 +69,7 @@ WORKER = Permissions(
         *_PUT_OBJECTS,
     ),
     subscribe=(
-        *(f"{ROOT}.{name}.>" for name in ("lease", "cancel", "beat", "kv-events")),
+        *(f"{ROOT}.{name}.>" for name in ("lease", "cancel", "beat", "control", "kv-events")),
         f"{ROOT}.live.>",
         "_INBOX_worker.>",
     ),
@@ -90,7 +90,7 @@ BRIDGE = Permissions(
         *_PUT_OBJECTS,
     ),
     subscribe=(
-        *(f"{ROOT}.{name}.>" for name in ("live", "token-stream", "beat")),
+        *(f"{ROOT}.{name}.>" for name in ("live", "token-stream", "beat", "control")),
         f"{ROOT}.adopt.>",
         f"$KV.{MODELS_BUCKET}.>",
         "_INBOX_bridge.>",

@@ -31,6 +31,7 @@ _MIB, _GIB = 1 << 20, 1 << 30
 _NO_STREAM = 10059
 _IDLE_CONSUMER_S = 600.0  # a worker's consumer that nobody pulls on or reaps
 _MAX_NAME = 128
+MAX_QUEUED = 4096  # messages per subject, unless configured otherwise
 
 log = structlog.get_logger("bus")
 
@@ -44,7 +45,7 @@ class Limits:
     dead_bytes: int = 256 * _MIB
     models_bytes: int = 64 * _MIB
     objects_bytes: int = 4 * _GIB
-    queue_msgs: int = 4096  # per subject: one worker's queue, one model's admissions
+    queue_msgs: int = MAX_QUEUED  # per subject: one worker's queue, one model's admissions
     replicas: int = 1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -171,7 +172,9 @@ class Call:
     async def _refuse(self, error: MeshError, retry_after_s: int) -> None:
         extra: list[Header] = []
         if error.retryable:
-            extra.append((b"retry-after", b"%d" % retry_after_s))
+            said_s = error.retry_after_s
+            pause_s = retry_after_s if said_s is None else max(1, math.ceil(said_s))
+            extra.append((b"retry-after", b"%d" % pause_s))
         if isinstance(error, MethodNotAllowed):
             extra.append((b"allow", error.allowed.encode()))
         if isinstance(error, BodyTooSlow | ShuttingDown):

@@ -23,6 +23,7 @@ from infra.bus import (
 )
 from infra.times import Times
 from pipeline.admission import Admission
+from pipeline.backlog import Backlog
 from pipeline.fleet import Fleet
 from pipeline.placement import LeastLoaded
 from pipeline.registry import Registry
@@ -43,7 +44,9 @@ from tests.pipeline.rig import (
     LogLines,
     beat,
     new_id,
+    prefill_task,
     running,
+    send,
     stage_context,
 )
 from tests.tiny_tokenizer import write_tiny_tokenizer
@@ -51,6 +54,7 @@ from tests.tiny_tokenizer import write_tiny_tokenizer
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 CONTEXT = 128
+LIMIT = 4096
 VOCAB = 512
 SUBJECT = subjects.admission("tiny")
 
@@ -129,7 +133,8 @@ async def door(
         registry = Registry(bus)
         await registry.start()
         await registry.register(card_of(folder))
-        admission = Admission(ctx, registry, LeastLoaded(fleet))
+        backlog = Backlog(bus, LIMIT)
+        admission = Admission(ctx, registry, LeastLoaded(fleet), backlog)
         stage = Stage(
             ctx,
             "admission",
@@ -137,7 +142,7 @@ async def door(
             admission.parse,
             admission.reader_of,
             admission.handle,
-            waits_when_full=False,
+            when_full=admission.when_full,
         )
         await stack.enter_async_context(running(stage))
         yield Door(bus, ctx, ear, lines, fleet, ChatTokenizer(folder), until)
@@ -530,7 +535,7 @@ async def test_a_full_queue_refuses_at_once(door: Door) -> None:
     worker = "w-full"
     door.fleet.hear(beat(worker, num_free_slots=4), 0.0)
     door.fleet.hear(beat("w-other", num_free_slots=4, num_running=3), 0.0)
-    await door.bus.publish_stored(subjects.prefill(SERVED, worker), b"in the way")
+    await send(door.bus, subjects.prefill(SERVED, worker), prefill_task(new_id()))
     await ensure_topology(door.bus, Limits(queue_msgs=1))
     try:
         request_id = new_id()
@@ -539,8 +544,57 @@ async def test_a_full_queue_refuses_at_once(door: Door) -> None:
         (end,) = door.ear.stream(READER, request_id)
         assert isinstance(end, StreamError)
         assert end.error.code == "queue_full"
+        assert end.error.retry_after_s == 1.0
     finally:
         await ensure_topology(door.bus, Limits())
         for one in (worker, "w-other"):
             door.fleet.hear(beat(one, state="gone"), 0.0)
     assert subjects.prefill(SERVED, worker) in await waiting_work(door.bus)
+
+
+# What fits -----------------------------------------------------------------------------------
+
+
+async def test_an_answer_is_as_long_as_the_workers_can_hold(door: Door) -> None:
+    """The smallest live worker of the model counts; one that drains, or says nothing, does not."""
+    held = {"w-big": 96, "w-small": 64, "w-mute": 0}
+    for worker, tokens in held.items():
+        door.fleet.hear(msgspec.structs.replace(beat(worker), max_sequence_tokens=tokens), 0.0)
+    leaving = msgspec.structs.replace(beat("w-leaving", state="draining"), max_sequence_tokens=16)
+    door.fleet.hear(leaving, 0.0)
+    try:
+        request_id = new_id()
+        accepted = await door.admitted(ask(request_id), request_id)
+        assert accepted.max_tokens == 64 - accepted.prompt_tokens
+        request_id = new_id()
+        await door.publish(ask(request_id, **sampled(max_tokens=accepted.max_tokens + 1)))
+        end = await door.refused(request_id)
+        assert (end.error.code, end.error.param) == ("context_length_exceeded", "max_tokens")
+        assert "64" in end.error.message
+        request_id = new_id()
+        await door.publish(ask(request_id, prompt=(5,) * 64))
+        end = await door.refused(request_id)
+        assert (end.error.code, end.error.param) == ("context_length_exceeded", "prompt")
+    finally:
+        for worker in (*held, "w-leaving"):
+            door.fleet.hear(beat(worker, state="gone"), 0.0)
+    request_id = new_id()
+    accepted = await door.admitted(ask(request_id), request_id)
+    assert accepted.max_tokens == CONTEXT - accepted.prompt_tokens, "no worker: the context counts"
+
+
+async def test_what_was_admitted_is_not_refused_later(door: Door) -> None:
+    """A repeat of a request is the same request, whatever would be said to a new one by now."""
+    request_id = new_id()
+    await door.admitted(ask(request_id), request_id)
+    small = msgspec.structs.replace(beat("w-tiny"), max_sequence_tokens=1)
+    door.fleet.hear(small, 0.0)
+    try:
+        num_repeated = door.lines.outcomes("admission").count("repeated")
+        await door.publish(ask(request_id))
+        await door.until(
+            lambda: door.lines.outcomes("admission").count("repeated") == num_repeated + 1
+        )
+        assert door.ear.end(READER, request_id) is None
+    finally:
+        door.fleet.hear(beat("w-tiny", state="gone"), 0.0)

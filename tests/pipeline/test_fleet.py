@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -172,3 +173,31 @@ def test_verdicts_are_forgotten_in_the_end() -> None:
     fleet.forget_verdicts(2.0)
     assert not fleet.is_dead("w1", 2.0)
     assert fleet.is_dead("w1", 4.0)
+
+
+def test_leaving_is_no_death() -> None:
+    """Only who said before that it would go has drained; a killed one has not."""
+    fleet = Fleet(DEAD_S, 0.0)
+    for worker, states in {
+        "left": ("ready", "draining", "gone"),
+        "died": ("ready", "gone"),
+    }.items():
+        for state in states:
+            fleet.hear(beat(worker, state=state), 1.0)
+    assert (fleet.has_drained("left"), fleet.has_drained("died")) == (True, False)
+    fleet.forget_verdicts(2.0)
+    assert not fleet.has_drained("left")
+
+
+def test_the_smallest_worker_says_how_long_a_sequence_may_be() -> None:
+    """Of the live ones of that model; those that say nothing, or drain, do not count."""
+    fleet = Fleet(DEAD_S, 0.0)
+    assert fleet.max_sequence_tokens(SERVED) is None
+    for worker, state, tokens in (
+        ("big", "ready", 90), ("small", "starting", 60), ("mute", "ready", 0),
+        ("leaving", "draining", 30),
+    ):  # fmt: skip
+        told = msgspec.structs.replace(beat(worker, state=state), max_sequence_tokens=tokens)
+        fleet.hear(told, 1.0)
+    assert fleet.max_sequence_tokens(SERVED) == 60
+    assert fleet.max_sequence_tokens("other@r1") is None

@@ -26,7 +26,7 @@ from infra.times import Times
 from pipeline.stage import CRASH_LIMIT, Handled, Outgoing, Stage, StageContext, Work, parse_as
 from schemas import subjects
 from schemas.codec import encode, tag_of
-from schemas.errors import InvalidRequest, KvLost, NoCapacity
+from schemas.errors import InvalidRequest, KvLost, NoCapacity, QueueFull
 from schemas.headers import WorkHeaders
 from schemas.prefill import PrefillTask
 from schemas.tokens import Accepted, Expired, StreamError
@@ -373,7 +373,7 @@ async def test_an_object_that_others_spoiled_is_buried(
 async def test_a_full_queue_behind_the_stage(
     ctx: StageContext, ear: Ear, lines: LogLines, until: Until, waits: bool
 ) -> None:
-    """Either it is waited for, or the client hears of it: as the stage was told."""
+    """Either it is waited for, or the client hears of it in the words of the stage."""
     await ensure_topology(ctx.bus, Limits(queue_msgs=1))
     await store(ctx.bus, NEXT, kv_ready(new_id()))
 
@@ -382,7 +382,8 @@ async def test_a_full_queue_behind_the_stage(
 
     request_id = new_id()
     await send(ctx.bus, SUBJECT, prefill_task(request_id))
-    async with running(make_stage(ctx, Handler(answer), waits_when_full=waits)):
+    told = None if waits else lambda task: QueueFull(task.request_id, retry_after_s=3)
+    async with running(make_stage(ctx, Handler(answer), when_full=told)):
         if waits:
             await until(lambda: lines.outcomes("prefill")[:2] == ["later", "later"])
             await ctx.bus.api("STREAM.PURGE.MESH_WORK", {"filter": NEXT})
@@ -392,7 +393,7 @@ async def test_a_full_queue_behind_the_stage(
             await until(lambda: ear.end(READER, request_id))
             end = ear.end(READER, request_id)
             assert isinstance(end, StreamError)
-            assert end.error.code == "queue_full"
+            assert end.error == QueueFull(request_id, retry_after_s=3).info
         await until_gone(ctx.bus)
 
 

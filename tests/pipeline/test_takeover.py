@@ -71,12 +71,14 @@ class Watch:
     metrics: Metrics = field(default_factory=Metrics)
     beating: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
-    async def start(self, bus: Bus | None = None) -> tuple[TakeOver, asyncio.Task[None]]:
+    async def start(
+        self, bus: Bus | None = None, **more: Any
+    ) -> tuple[TakeOver, asyncio.Task[None]]:
         """One more take-over; returns when it has read the chains."""
         bus = bus or self.bus
         fleet = Fleet(bus.times.dead_s, time.monotonic())
         log = make_logger("test", stream=self.lines.stream)
-        takeover = TakeOver(bus, ClaimChain(bus), fleet, self.metrics, log)
+        takeover = TakeOver(bus, ClaimChain(bus), fleet, self.metrics, log, **more)
         task = self.tasks.create_task(takeover.run())
         await self.until(lambda: not takeover._must_read)
         return takeover, task
@@ -448,3 +450,24 @@ async def test_ended_take_over_leaves_nothing_behind(watch: Watch) -> None:
     await asyncio.wait([task])
     assert (len(watch.bus.on_reconnected), len(watch.bus.on_error)) == callbacks
     assert len(watch.bus._client._subs) == num_subscriptions
+
+
+# Leaving ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("holds", [False, True])
+async def test_who_left_in_order_is_no_dead(watch: Watch, holds: bool) -> None:
+    """A drain that finished everything is no warning; one that left something behind is."""
+    heard: list[Claim] = []
+    takeover, _ = await watch.start(on_claim=heard.append)
+    for state in ("ready", "draining"):
+        await watch.say("w1", state=state)
+    if holds:
+        request_id, _ = await watch.claims("w1")
+        await watch.until(lambda: takeover.ledger.held_by("w1"))
+        assert [one.request_id for one in heard] == [request_id]
+    await watch.say("w1", state="gone")
+    event, other = ("worker_dead", "worker_left") if holds else ("worker_left", "worker_dead")
+    await watch.until(lambda: watch.lines.events(event))
+    assert watch.lines.events(other) == []
+    assert watch.lines.events(event)[0]["level"] == ("warning" if holds else "info")

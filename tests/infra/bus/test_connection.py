@@ -16,6 +16,7 @@ from infra.bus import (
     ensure_topology,
 )
 from infra.bus.connection import header_bytes
+from infra.bus.errors import from_answer
 from infra.times import Times
 from schemas import subjects
 from schemas.errors import BusUnavailable, PayloadTooLarge, QueueFull, SchemaError
@@ -66,6 +67,53 @@ async def test_a_compare_and_set_survives_a_lost_answer(bus):
     assert again == Stored(seq=first.seq, duplicate=True)
     with pytest.raises(WrongLastSequence):
         await bus.publish_stored(RECORD, b"b", msg_id="other", expect_last_subject_seq=0)
+
+
+async def test_a_lost_compare_and_set_says_what_stands_there(bus):
+    """The sequence of the message that was first; a reader may wait until it can be read."""
+    first = await bus.publish_stored(RECORD, b"a")
+    with pytest.raises(WrongLastSequence) as caught:
+        await bus.publish_stored(RECORD, b"b", expect_last_subject_seq=0)
+    assert caught.value.last_seq == first.seq
+    found = await bus.last_message(TOKENS, RECORD, at_least_seq=first.seq)
+    assert found.data == b"a"
+
+
+async def test_a_reader_waits_for_what_is_known_to_be_stored(bus, until):
+    """A server of a cluster that answers a moment late is asked again, not believed."""
+    first = await bus.publish_stored(RECORD, b"old")
+    async with asyncio.TaskGroup() as tasks:
+        reading = tasks.create_task(bus.last_message(TOKENS, RECORD, at_least_seq=first.seq + 1))
+        await asyncio.sleep(0.1)
+        assert not reading.done()
+        await bus.publish_stored(RECORD, b"new")
+    assert reading.result().data == b"new"
+
+
+@pytest.mark.parametrize("msg_id", [None, "once"])
+async def test_another_message_in_flight_is_tried_again(bus, monkeypatch, msg_id):
+    """On a replicated stream a compare-and-set may not be decided yet: that is no defeat, and
+    nothing was stored that a repeat could find."""
+    busy = from_answer({"code": 400, "err_code": 10164, "description": "in flight"}, RECORD)
+    assert isinstance(busy, BusUnavailable)
+    ask, answers = bus.request, [busy, busy]
+
+    async def request(subject, *rest):
+        if subject == RECORD and answers:
+            raise answers.pop()
+        return await ask(subject, *rest)
+
+    monkeypatch.setattr(bus, "request", request)
+    stored = await bus.publish_stored(RECORD, b"a", msg_id=msg_id, expect_last_subject_seq=0)
+    assert not stored.duplicate
+    assert not answers
+
+
+async def test_one_url_may_name_several_servers(broker, times):
+    """With commas between; one that is away is passed over."""
+    urls = f"nats://client:x@127.0.0.1:1,{broker.url('client')}"
+    async with await Bus.connect(urls, role="client", times=times) as bus:
+        assert bus.is_connected
 
 
 async def test_full_queues_and_large_messages_have_their_own_errors(bus, times):

@@ -199,6 +199,13 @@ async def test_what_admission_refuses_has_its_own_status(
     assert house.client.streams[0].cancelled == []
 
 
+@pytest.mark.parametrize(("said_s", "told"), [(None, "1"), (2.1, "3"), (0.2, "1"), (60.0, "60")])
+async def test_a_refusal_says_when_to_come_again(said_s: float | None, told: str) -> None:
+    """In whole seconds, what the refusal itself says; one second when it does not."""
+    response = await post(build(refusing(QueueFull("full", retry_after_s=said_s))), CHAT, chat())
+    assert (response.status_code, response.headers["retry-after"]) == (429, told)
+
+
 async def test_a_bus_that_is_away_is_a_503_at_once() -> None:
     """Nothing is queued for a bus that is away."""
     script = Script(steps=[], end=None, submit_error=BusUnavailable("the broker is away"))
