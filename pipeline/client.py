@@ -12,24 +12,27 @@ message. A stream can be read again from any number, by this client or another (
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from urllib.parse import urlsplit
 
 import msgspec
 
-from infra.bus import TOKENS, Bus, StreamReader, publish_work, replay
+from infra.bus import Bus, publish_work
 from infra.task_scope import task_scope
 from infra.times import Times
 from pipeline.claim_chain import ClaimChain
-from pipeline.token_stream import StreamHub, TokenStream, reader_of
+from pipeline.reader_feed import ReaderFeed
+from pipeline.token_stream import MAX_WAITING, TokenStream, reader_of
 from schemas import subjects
 from schemas.codec import encode, tag_of
 from schemas.control import CancelWord
-from schemas.errors import InvalidRequest
+from schemas.errors import InvalidRequest, MeshError
 from schemas.headers import WorkHeaders
-from schemas.requests import InferenceRequest
+from schemas.requests import InferenceRequest, RequestRecord
+from schemas.tokens import Cancelled
 
 DEFAULT_USER = "client"
 _MAX_SUBMITTED = 4096
@@ -49,6 +52,8 @@ class MeshClient:
             ``resume`` what that one had submitted.
         tells_workers: send the quick word to the worker itself when a request is cancelled
             (bridges may); else the router does, one hop later.
+        max_waiting: deltas of one stream that may wait to be read; a request whose stream is
+            over that is cancelled, see :class:`ReaderTooSlow`.
     """
 
     def __init__(
@@ -58,13 +63,22 @@ class MeshClient:
         name: str | None = None,
         *,
         tells_workers: bool = False,
+        max_waiting: int = MAX_WAITING,
     ) -> None:
         self.bus = bus
-        self._tells_workers = tells_workers
         self.reader = reader_of(user, name or secrets.token_hex(8))
+        self._max_waiting = max_waiting
+        self._chain = ClaimChain(bus)
         self._submitted: dict[str, int] = {}  # the latest ids, oldest first
-        self._streams = StreamReader(bus, subjects.reader_filter(self.reader), self._on_message)
-        self._hub = self._make_hub(self._streams)
+        self._too_slow: asyncio.Queue[TokenStream] = asyncio.Queue(_MAX_SUBMITTED)
+        self._feed = ReaderFeed(
+            bus,
+            self.reader,
+            max_waiting=max_waiting,
+            tell_worker=self._tell_worker if tells_workers else None,
+            on_overflow=self._give_up,
+        )
+        self._feeds: dict[str, ReaderFeed] = {}  # those followed now, by reader
 
     @classmethod
     @asynccontextmanager
@@ -90,7 +104,9 @@ class MeshClient:
 
     async def __aenter__(self) -> MeshClient:
         async with AsyncExitStack() as stack:
-            await self._follow(self._streams, stack)
+            await stack.enter_async_context(self._following(self._feed))
+            tasks = await stack.enter_async_context(task_scope())
+            tasks.create_task(self._cancel_too_slow(), name="too slow readers")
             self._stack = stack.pop_all()
         return self
 
@@ -101,7 +117,7 @@ class MeshClient:
     @property
     def num_open(self) -> int:
         """Requests that have not ended and are being read."""
-        return len(self._hub)
+        return len(self._feed.hub)
 
     async def submit(self, request: InferenceRequest, *, traceparent: str = "") -> TokenStream:
         """Publish ``request`` to admission; durable once this returns.
@@ -114,11 +130,13 @@ class MeshClient:
             InvalidRequest: this client is reading a request of this id, or model or id can't be.
             QueueFull: too many requests wait for admission.
             PayloadTooLarge: over the limit of the object store.
+
+        Cancelled in between, it cancels the request, which may have been published.
         """
         subjects.check_request_id(request.request_id)
         deadline = request.deadline_unix_ms or self._default_deadline()
         request = msgspec.structs.replace(request, reader=self.reader, deadline_unix_ms=deadline)
-        stream = self._hub.open(request.request_id, self.reader, deadline)
+        stream = self._feed.hub.open(request.request_id, self.reader, deadline)
         before = self._note_submitted(request.request_id)
         headers = WorkHeaders(
             schema=tag_of(InferenceRequest),
@@ -136,17 +154,42 @@ class MeshClient:
                 msg_id=f"{request.request_id}.admission",
             )
             if before is not None or stored.duplicate:
-                everything = subjects.reader_filter(self.reader)
-                past = replay(self.bus, TOKENS, everything, start_seq=(before or 0) + 1)
-                await self._hub.catch_up(stream, past)
+                await self._feed.catch_up(stream, (before or 0) + 1)
+        except asyncio.CancelledError:
+            await stream.aclose()
+            raise
         except BaseException:
-            self._hub.forget(stream)
+            stream.leave()
             raise
         return stream
 
+    async def cancel(self, request_id: str, reason: str = "") -> None:
+        """End a request of this client's that it does not read any more. Nothing happens when it
+        has ended already.
+
+        Raises:
+            BusUnavailable: not known to be ended; the same call again is harmless.
+        """
+        await self._chain.end(self.reader, Cancelled(request_id=request_id, reason=reason))
+
+    async def record(self, request_id: str) -> tuple[int, RequestRecord] | None:
+        """What admission wrote of a request, and where that lies in the stream: no token of it
+        lies before. None for an id that is not known (any more).
+
+        Raises:
+            SchemaError: this can be no id, or the record is from a newer peer.
+            BusUnavailable, BusForbidden: it can't be read now, or not by our user.
+        """
+        return await self._chain.record(request_id)
+
     @asynccontextmanager
     async def resume(
-        self, request_id: str, from_number: int = 0, *, reader: str | None = None
+        self,
+        request_id: str,
+        from_number: int = 0,
+        *,
+        reader: str | None = None,
+        start_seq: int | None = None,
     ) -> AsyncIterator[TokenStream]:
         """Read a request's stream again, from token ``from_number`` of each choice on.
 
@@ -156,59 +199,62 @@ class MeshClient:
         Args:
             reader: the reader that it was submitted with (``TokenStream.reader``); None: the one
                 of a request that named none.
+            start_seq: the sequence of the request's record: what its reader got before that is
+                not read. None: all of it, and the request must have been heard of there.
 
         Raises:
             InvalidRequest: nothing is stored of such a request (streams are kept for minutes).
         """
         reader = reader or subjects.default_reader(request_id)
-        hubs: list[StreamHub] = []
-        streams = StreamReader(
-            self.bus, subjects.reader_filter(reader), lambda *m: hubs[0].on_message(*m)
-        )
-        hubs.append(hub := self._make_hub(streams))
         latest = self.bus.now_unix_ms() + int(self.bus.times.max_deadline_s * 1000)
-        stream = hub.open(request_id, reader, latest, from_number)
+        feed = self._feeds.get(reader) or ReaderFeed(
+            self.bus, reader, max_waiting=self._max_waiting
+        )
+        async with self._following(feed):
+            stream = feed.hub.join(request_id, reader, latest, from_number)
+            try:
+                await feed.catch_up(stream, start_seq or 1)
+                if start_seq is None and not stream.is_known:
+                    raise InvalidRequest(f"no request {request_id} is known", param="request_id")
+                yield stream
+            finally:
+                stream.leave()
+
+    @asynccontextmanager
+    async def _following(self, feed: ReaderFeed) -> AsyncIterator[None]:
+        """``feed`` is followed, and found by others, until the last of its users leaves."""
+        self._feeds[feed.reader] = feed
+        feed.num_users += 1
         stack = AsyncExitStack()
         try:
-            await self._follow(streams, stack, from_seq=1)
-            if not stream.is_known:
-                raise InvalidRequest(f"no request {request_id} is known", param="request_id")
-            yield stream
+            await feed.follow(stack)
+            yield
         finally:
+            feed.num_users -= 1
+            if not feed.num_users:
+                del self._feeds[feed.reader]
             await stack.aclose()
-
-    @staticmethod
-    async def _follow(
-        streams: StreamReader, stack: AsyncExitStack, from_seq: int | None = None
-    ) -> None:
-        """Start ``streams`` and a task that keeps it going; ``stack`` ends both. Closed by its
-        ``aclose``, which tells the task's scope of no exception, it leaves callers theirs."""
-        await streams.start(from_seq)
-        stack.push_async_callback(streams.close)
-        tasks = await stack.enter_async_context(task_scope())
-        tasks.create_task(streams.run(), name="reader")
 
     def _note_submitted(self, request_id: str) -> int | None:
         """Where in the stream everything of a request lies behind, if it was submitted before."""
         before = self._submitted.pop(request_id, None)
-        self._submitted[request_id] = self._streams.last_seq if before is None else before
+        self._submitted[request_id] = self._feed.last_seq if before is None else before
         if len(self._submitted) > _MAX_SUBMITTED:
             del self._submitted[next(iter(self._submitted))]
         return before
 
-    def _make_hub(self, streams: StreamReader) -> StreamHub:
-        return StreamHub(
-            ClaimChain(self.bus),
-            self.bus.now_unix_ms,
-            self._tell_worker if self._tells_workers else None,
-            streams.check,
-        )
+    def _give_up(self, stream: TokenStream) -> None:
+        with suppress(asyncio.QueueFull):  # then its reader, when it comes, cancels it
+            self._too_slow.put_nowait(stream)
+
+    async def _cancel_too_slow(self) -> None:
+        while True:
+            stream = await self._too_slow.get()
+            with suppress(MeshError):  # the bus is away: the same
+                await stream.cancel("its reader is too slow")
 
     def _default_deadline(self) -> int:
         return self.bus.now_unix_ms() + int(self.bus.times.default_deadline_s * 1000)
-
-    def _on_message(self, seq: int, subject: str, data: bytes) -> None:
-        self._hub.on_message(seq, subject, data)
 
     async def _tell_worker(self, worker: str, request_id: str) -> None:
         word = CancelWord(request_id=request_id)

@@ -9,7 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Mapping,
+    Sequence,
+)
 from types import TracebackType
 from typing import Self
 
@@ -23,6 +30,7 @@ from schemas.errors import (
     EngineFailed,
     InvalidRequest,
     MeshError,
+    ReaderTooSlow,
     RequestCancelled,
     SchemaError,
     from_info,
@@ -43,6 +51,7 @@ from schemas.tokens import (
 Part = TokenDelta | Accepted | ChainEntry  # of one request
 
 QUIET_S = 1.0  # silence after which a waiting stream asks whether it missed something
+MAX_WAITING = 4096  # deltas of one stream that may wait to be read
 
 
 class StreamHub:
@@ -53,6 +62,9 @@ class StreamHub:
             to the router.
         check: asks the stream whether the reader missed anything; called at most once per
             ``QUIET_S``, and only while some request waits in silence.
+        max_waiting: how many deltas of one stream may wait to be read. A stream over that is
+            given up alone (:class:`ReaderTooSlow`); what it kept is dropped.
+        on_overflow: told of each stream that was opened here and then given up like that.
     """
 
     def __init__(
@@ -61,64 +73,82 @@ class StreamHub:
         now_unix_ms: Callable[[], int],
         tell_worker: Callable[[str, str], Awaitable[None]] | None,
         check: Callable[[], None],
+        *,
+        max_waiting: int = MAX_WAITING,
+        on_overflow: Callable[[TokenStream], None] | None = None,
     ) -> None:
         self.chain = chain
         self.now_unix_ms = now_unix_ms
         self.tell_worker = tell_worker
         self.num_undecodable = 0
+        self.max_waiting = max_waiting
+        self._on_overflow = on_overflow
         self._check = check
         self._last_check_s = 0.0
-        self._streams: dict[str, TokenStream] = {}
+        self._streams: dict[str, tuple[TokenStream, ...]] = {}  # who reads a request, oldest first
 
     def __len__(self) -> int:
         return len(self._streams)
 
-    def open(
-        self, request_id: str, reader: str, deadline_unix_ms: int, from_number: int = 0
-    ) -> TokenStream:
+    def open(self, request_id: str, reader: str, deadline_unix_ms: int) -> TokenStream:
         """Start to listen for a request; call before it is published.
-
-        Args:
-            from_number: of each choice, the first token that is to be shown.
 
         Raises:
             InvalidRequest: it is being read here already.
         """
         if request_id in self._streams:
             raise InvalidRequest(f"{request_id} is being read already", param="request_id")
+        stream = TokenStream(
+            self, request_id, reader, deadline_unix_ms, on_overflow=self._on_overflow
+        )
+        self._streams[request_id] = (stream,)
+        return stream
+
+    def join(
+        self, request_id: str, reader: str, deadline_unix_ms: int, from_number: int = 0
+    ) -> TokenStream:
+        """Listen for a request that others may be reading here as well.
+
+        Args:
+            from_number: of each choice, the first token that is to be shown.
+        """
         stream = TokenStream(self, request_id, reader, deadline_unix_ms, from_number)
-        self._streams[request_id] = stream
+        self._streams[request_id] = (*self._streams.get(request_id, ()), stream)
         return stream
 
     def forget(self, stream: TokenStream) -> None:
-        """Stop to listen for a request."""
-        if self._streams.get(stream.request_id) is stream:
-            del self._streams[stream.request_id]
+        """Stop to listen for one reader of a request."""
+        others = tuple(
+            other for other in self._streams.get(stream.request_id, ()) if other is not stream
+        )
+        if others:
+            self._streams[stream.request_id] = others
+        else:
+            self._streams.pop(stream.request_id, None)
 
     def on_message(self, seq: int, subject: str, data: bytes) -> None:
         """One message of the reader, in stream order."""
-        for part in self._parts(data):
-            stream = self._streams.get(part.request_id)
-            if stream is not None:
-                stream.take(seq, part)
+        _give(self._streams, seq, self._parts(data), TokenStream.take)
 
     async def catch_up(
-        self, stream: TokenStream, past: AsyncGenerator[StoredMessage, None]
+        self, streams: Sequence[TokenStream], past: AsyncGenerator[StoredMessage, None]
     ) -> None:
-        """Give ``stream`` the reader's stored messages ``past``, before what comes live meanwhile.
+        """Give ``streams`` the reader's stored messages ``past``, before what comes live meanwhile.
 
         Raises:
-            BusUnavailable: as ``past`` does; the stream is of no use then.
+            BusUnavailable: as ``past`` does; the streams are of no use then, but for another try.
         """
-        stream.hold()
+        behind: dict[str, tuple[TokenStream, ...]] = {}
+        for stream in streams:
+            stream.hold()
+            behind[stream.request_id] = (*behind.get(stream.request_id, ()), stream)
         last_seq = 0
         async with contextlib.aclosing(past) as messages:
             async for message in messages:
                 last_seq = message.seq
-                for part in self._parts(message.data):
-                    if part.request_id == stream.request_id:
-                        stream.apply(message.seq, part)
-        stream.go_on(last_seq)
+                _give(behind, last_seq, self._parts(message.data), TokenStream.apply)
+        for stream in streams:
+            stream.go_on(last_seq)
 
     def _parts(self, data: bytes) -> Sequence[Part]:
         try:
@@ -134,6 +164,17 @@ class StreamHub:
         if now_s - self._last_check_s >= QUIET_S:
             self._last_check_s = now_s
             self._check()
+
+
+def _give(
+    streams: Mapping[str, Sequence[TokenStream]],
+    seq: int,
+    parts: Sequence[Part],
+    how: Callable[[TokenStream, int, Part], None],
+) -> None:
+    for part in parts:
+        for stream in streams.get(part.request_id, ()):
+            how(stream, seq, part)
 
 
 class TokenStream:
@@ -153,6 +194,8 @@ class TokenStream:
         reader: str,
         deadline_unix_ms: int,
         from_number: int = 0,
+        *,
+        on_overflow: Callable[[TokenStream], None] | None = None,
     ) -> None:
         self.request_id = request_id
         self.reader = reader
@@ -161,7 +204,10 @@ class TokenStream:
         self.view = RequestView(request_id)
         self._hub = hub
         self._from_number = from_number
-        self._ready: list[TokenDelta] = []  # bounded by max_tokens * n of the request
+        self._on_overflow = on_overflow
+        self._ready: list[TokenDelta] = []
+        self._max_ready = hub.max_waiting
+        self._too_slow: ReaderTooSlow | None = None
         self._held: list[tuple[int, Part]] | None = None
         self._accepted: Accepted | None = None
         self._wake = asyncio.Event()
@@ -179,6 +225,8 @@ class TokenStream:
                 or ended before it began.
         """
         while self._accepted is None:
+            if self._too_slow is not None:
+                raise self._too_slow
             terminal = self.view.terminal
             if terminal is not None and not isinstance(terminal, StreamEnd):
                 self._hub.forget(self)
@@ -193,15 +241,18 @@ class TokenStream:
             [] when the request is complete; ``end`` is set then.
 
         Raises:
+            ReaderTooSlow: these calls came too rarely; what was kept is dropped.
             MeshError: the request ended otherwise.
         """
         while not self._ready:
+            if self._too_slow is not None:
+                raise self._too_slow
             if self.view.terminal is not None:
                 self.end = self._complete_or_raise()
-                self._hub.forget(self)
-                return []
+                return []  # listening on for admission's word, if that is still to come
             await self._wait()
         ready, self._ready = self._ready, []
+        self._max_ready = self._hub.max_waiting
         return ready
 
     async def __aiter__(self) -> AsyncIterator[TokenDelta]:
@@ -213,6 +264,10 @@ class TokenStream:
     async def cancel(self, reason: str = "") -> None:
         """End the request, wherever it is. Nothing happens when it has ended already."""
         await self._end(Cancelled(request_id=self.request_id, reason=reason))
+
+    def leave(self) -> None:
+        """Stop reading; the request runs on."""
+        self._hub.forget(self)
 
     async def aclose(self) -> None:
         """Stop reading; a request that has not ended is cancelled. With the bus away it is left
@@ -254,6 +309,7 @@ class TokenStream:
     def go_on(self, after_seq: int) -> None:
         """Everything up to ``after_seq`` is applied: follow with what waits."""
         held, self._held = self._held or (), None
+        self._max_ready = self._hub.max_waiting + len(self._ready)  # these come all at once
         for seq, part in held:
             if seq > after_seq:
                 self.apply(seq, part)
@@ -278,6 +334,16 @@ class TokenStream:
         if ready:
             self._ready += ready
             self._wake.set()
+            if len(self._ready) > self._max_ready and self._held is None:
+                self._overflow()
+
+    def _overflow(self) -> None:
+        """Its reader does not keep up: keep nothing more for it."""
+        self._too_slow = ReaderTooSlow(f"over {self._hub.max_waiting} tokens waited to be read")
+        self._ready.clear()
+        self._hub.forget(self)
+        if self._on_overflow is not None:
+            self._on_overflow(self)
 
     def _heard(self) -> None:
         self._wake.set()

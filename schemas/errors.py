@@ -142,6 +142,13 @@ class RequestCancelled(MeshError):
     http_status = 499
 
 
+class ReaderTooSlow(MeshError):
+    """More waited to be read than is kept for one reader."""
+
+    code = "reader_too_slow"
+    http_status = 408
+
+
 class Poisoned(MeshError):
     """Several epochs in a row brought no new token; the request is in the dead letters."""
 

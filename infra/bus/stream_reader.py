@@ -101,9 +101,11 @@ class StreamReader:
             raise
 
     async def run(self) -> None:
-        """Fill gaps whenever there are some, for ever; outages are waited out."""
+        """Fill gaps whenever there are some, for ever; outages are waited out. One that is
+        cancelled amid that is gone on with by the next."""
         while True:
-            await self._awake.wait()
+            if not self._is_filling:
+                await self._awake.wait()
             self._awake.clear()
             while self._is_filling:
                 try:
