@@ -175,6 +175,7 @@ class Execution:
         try:
             request = self._request(claimed, imported)
             async with asyncio.timeout(_ADD_S):
+                await self._engine.prepare(request)
                 await self._engine.call(lambda engine: engine.add(request))
         except EngineFailed:
             raise

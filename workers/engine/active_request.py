@@ -5,6 +5,7 @@ from __future__ import annotations
 from schemas.errors import ContextTooLong, InvalidRequest
 from workers.engine.api import EngineInfo, EngineRequest, FinishedRequest, HeldRequest
 from workers.engine.choice import Choice
+from workers.engine.grammar import Grammars
 from workers.engine.output import OutputProcessor, Vocabulary
 from workers.engine.sequence import ROOT, Group, Sequence, num_blocks_for
 
@@ -17,7 +18,12 @@ class ActiveRequest:
     """
 
     def __init__(
-        self, request: EngineRequest, arrival: int, info: EngineInfo, vocabulary: Vocabulary
+        self,
+        request: EngineRequest,
+        arrival: int,
+        info: EngineInfo,
+        vocabulary: Vocabulary,
+        grammars: Grammars,
     ) -> None:
         self.key = request.key
         self.request = request
@@ -26,7 +32,7 @@ class ActiveRequest:
         )
         self._block_size = info.block_size
         self.choices = [
-            self._choice(index, info, vocabulary) for index in range(request.sampling.n)
+            self._choice(index, info, vocabulary, grammars) for index in range(request.sampling.n)
         ]
         if self._needs_root():
             self.group.root = self._sequence(ROOT)
@@ -41,10 +47,13 @@ class ActiveRequest:
             num_prompt_tokens=len(prompt_ids),
         )
 
-    def _choice(self, index: int, info: EngineInfo, vocabulary: Vocabulary) -> Choice:
+    def _choice(
+        self, index: int, info: EngineInfo, vocabulary: Vocabulary, grammars: Grammars
+    ) -> Choice:
         request, sampling = self.request, self.request.sampling
         output = OutputProcessor(vocabulary, request.prompt_ids, sampling.stop, sampling.min_tokens)
-        choice = Choice(self._sequence(index), output, sampling, info)
+        matcher = grammars.matcher(sampling)
+        choice = Choice(self._sequence(index), output, sampling, info, matcher)
         if request.finished and request.finished[index]:
             choice.finish_reason = request.finished[index]
         if request.tokens:

@@ -118,12 +118,21 @@ class EngineApi(Protocol):
 
     info: EngineInfo
 
+    def prepare(self, sampling: SamplingParams) -> None:
+        """Do beforehand what would make ``add`` take long: compile a ``response_format``. Unlike
+        the rest, from any thread at any time.
+
+        Raises:
+            InvalidRequest: it can't be kept.
+        """
+
     def add(self, request: EngineRequest) -> None:
         """Queue a request.
 
         Raises:
             ContextTooLong: prompt and tokens leave no room in the context.
             NoCapacity: it could never fit the pool, even alone.
+            InvalidRequest: its ``response_format`` can't be kept.
         """
 
     def reserve(self, key: str, num_tokens: int) -> tuple[int, ...] | None:
@@ -163,6 +172,7 @@ class ScheduledSequence:
     sample: bool
     sampling: SamplingParams
     index: int  # the choice
+    allowed: bytes | None = None  # ids that may come next (bit i % 8 of byte i // 8); None: all
 
     @property
     def token_number(self) -> int:

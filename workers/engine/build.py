@@ -52,7 +52,9 @@ def build_torch_engine(
     assert num_blocks is not None
     pool = SharedPool(num_blocks, layout.block_bytes)
     runner = TorchRunner(loaded, layout, pool.slots)
-    return Engine(runner, pool, Vocabulary.from_folder(loaded.facts.path), config)
+    engine = Engine(runner, pool, Vocabulary.from_folder(loaded.facts.path), config)
+    engine.grammars.load()
+    return engine
 
 
 def _num_blocks(kv_bytes: int, layout: KvLayout) -> int:

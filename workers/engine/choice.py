@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from schemas.requests import SamplingParams
 from workers.engine.api import EngineInfo
+from workers.engine.grammar import Matcher
 from workers.engine.output import OutputProcessor
 from workers.engine.sequence import Sequence
 
@@ -16,6 +17,7 @@ class Choice:
     Attributes:
         finish_reason: "stop" or "length" once it ended, else None.
         has_sampled: whether a token was sampled here, not only taken over.
+        matcher: what its tokens may be; None: anything.
     """
 
     def __init__(
@@ -24,8 +26,10 @@ class Choice:
         output: OutputProcessor,
         sampling: SamplingParams,
         info: EngineInfo,
+        matcher: Matcher | None = None,
     ) -> None:
         self.sequence = sequence
+        self.matcher = matcher
         self.finish_reason: str | None = None
         self.has_sampled = False
         self._output = output
@@ -40,7 +44,8 @@ class Choice:
         """The next token of the answer; returns the text that may be shown with it.
 
         An eos or stop token belongs to the answer's tokens but not to its text. With the last
-        token comes all text that was held back.
+        token comes all text that was held back. An answer whose format allows no more ends there,
+        without an eos and whatever ``min_tokens`` and ``ignore_eos`` say.
         """
         assert self.finish_reason is None, "a token after the end"
         sequence, output = self.sequence, self._output
@@ -50,8 +55,13 @@ class Choice:
             self.finish_reason = "stop"
             return output.finish()
         text, is_stopped = output.push(token_id)
+        if self.matcher is not None:
+            self.matcher.accept(token_id)
         if is_stopped:
             self.finish_reason = "stop"
+        elif self.matcher is not None and self.matcher.is_complete:
+            self.finish_reason = "stop"
+            text += output.finish()
         elif len(sequence.token_ids) >= self.max_length:
             self.finish_reason = "length"
             text += output.finish()

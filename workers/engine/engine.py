@@ -13,6 +13,7 @@ import structlog
 from infra.transport.shm import SharedPool
 from schemas.control import Load
 from schemas.errors import EngineFailed, NoCapacity
+from schemas.requests import SamplingParams
 from workers.engine.active_request import ActiveRequest, check_request
 from workers.engine.api import (
     EngineRequest,
@@ -24,6 +25,7 @@ from workers.engine.api import (
     TokenOutput,
 )
 from workers.engine.block_pool import BlockPool
+from workers.engine.grammar import Grammars
 from workers.engine.output import Vocabulary
 from workers.engine.scheduler import Chunk, EngineConfig, Scheduler
 from workers.engine.sequence import num_blocks_for
@@ -41,6 +43,7 @@ class Engine:
     Attributes:
         pool: the memory that the runner writes; other processes read blocks from it.
         blocks: the books of that memory.
+        grammars: what answers with a ``response_format`` keep to.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Engine:
         self.scheduler = Scheduler(self.blocks, self.config)
         self._runner = runner
         self._vocabulary = vocabulary
+        self.grammars = Grammars(vocabulary, self.info)
         self._requests: dict[str, ActiveRequest] = {}
         self._ended: dict[str, ActiveRequest] = {}  # ended when they came; the next step says so
         self._reservations: dict[str, tuple[int, ...]] = {}
@@ -65,13 +69,21 @@ class Engine:
 
     # ---- in and out ----------------------------------------------------------------------
 
+    def prepare(self, sampling: SamplingParams) -> None:
+        """Compile a ``response_format``, on the caller's thread.
+
+        Raises:
+            InvalidRequest: it can't be kept.
+        """
+        self.grammars.prepare(sampling.response_format)
+
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Its reservation, if any, stays untouched when this raises.
 
         Raises:
             ContextTooLong: the prompt leaves no room in the context.
             NoCapacity: it could not be computed to its end even with the whole pool to itself.
-            InvalidRequest: no prompt, or an id outside the vocabulary.
+            InvalidRequest: no prompt, an id outside the vocabulary, a format that can't be kept.
             ValueError: the key is taken, or the request contradicts itself.
         """
         if request.key in self._requests or request.key in self._ended:
@@ -79,7 +91,9 @@ class Engine:
         if request.imported_blocks != self._reservations.get(request.key, ()):
             raise ValueError(f"{request.key} imports other blocks than it reserved")
         check_request(request, self.info)
-        active = ActiveRequest(request, self._num_arrived, self.info, self._vocabulary)
+        active = ActiveRequest(
+            request, self._num_arrived, self.info, self._vocabulary, self.grammars
+        )
         if active.num_blocks_needed > self.blocks.num_blocks:
             raise NoCapacity(
                 f"needs {active.num_blocks_needed} blocks, the pool has {self.blocks.num_blocks}"
@@ -146,7 +160,7 @@ class Engine:
         self._ended.clear()
         chunks = self.scheduler.schedule()
         self._is_stalled = not chunks
-        chunks = self._copy_blocks(chunks, report)
+        chunks = self._find_allowed(self._copy_blocks(chunks, report), report)
         for chunk, outcome in zip(chunks, self._execute(chunks), strict=True):
             active = self._requests.get(chunk.sequence.group.key)
             if active is None:
@@ -174,6 +188,22 @@ class Engine:
                 self._fail(active, error, report)
         return [chunk for chunk in chunks if chunk.sequence.group.key in self._requests]
 
+    def _find_allowed(self, chunks: list[Chunk], report: StepReport) -> list[Chunk]:
+        """Let each grammar say what may come next; returns the chunks that can run."""
+        for chunk in chunks:
+            try:
+                self._allowed(chunk)
+            except EngineFailed as error:
+                self._fail(self._requests[chunk.sequence.group.key], error, report)
+        return [chunk for chunk in chunks if chunk.sequence.group.key in self._requests]
+
+    def _allowed(self, chunk: Chunk) -> bytes | None:
+        active = self._requests.get(chunk.sequence.group.key)
+        if active is None or not chunk.samples:
+            return None
+        matcher = active.choices[chunk.sequence.index].matcher
+        return None if matcher is None else matcher.allowed()
+
     def _execute(self, chunks: Seq[Chunk]) -> list[_Outcome]:
         """Run the batch. If that raises, run its sequences one by one to find the guilty ones:
         computing a position again writes the same KV, so nobody is harmed by the second run."""
@@ -189,7 +219,7 @@ class Engine:
         return [outcome for chunk in chunks for outcome in self._execute([chunk])]
 
     def _run(self, chunks: Seq[Chunk]) -> list[_Outcome]:
-        batch = [_scheduled(chunk) for chunk in chunks]
+        batch = [_scheduled(chunk, self._allowed(chunk)) for chunk in chunks]
         sampled = self._runner.execute(batch)
         if len(sampled) != sum(scheduled.sample for scheduled in batch):
             raise EngineFailed(f"the runner gave {len(sampled)} tokens, not one per sample")
@@ -283,7 +313,7 @@ class Engine:
             ), f"nothing of {active.key} is in line"
 
 
-def _scheduled(chunk: Chunk) -> ScheduledSequence:
+def _scheduled(chunk: Chunk, allowed: bytes | None) -> ScheduledSequence:
     sequence = chunk.sequence
     return ScheduledSequence(
         token_ids=sequence.token_ids,
@@ -294,4 +324,5 @@ def _scheduled(chunk: Chunk) -> ScheduledSequence:
         sample=chunk.samples,
         sampling=sequence.group.sampling,
         index=sequence.index,
+        allowed=allowed,
     )

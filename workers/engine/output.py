@@ -53,6 +53,11 @@ class Vocabulary:
         except Exception as error:  # tokenizers raises nothing more specific
             raise ModelUnsupported(f"tokenizer.json of {folder.name}: {error}") from error
 
+    def to_json(self) -> str:
+        """The whole tokenizer as its ``tokenizer.json`` says it."""
+        text: str = self._tokenizer.to_str()
+        return text
+
     @property
     def size(self) -> int:
         """Ids are below this."""

@@ -1,4 +1,4 @@
-"""What changes logits before temperature: bias, penalties, and ends that come too early."""
+"""What changes logits before temperature: bias, penalties, and what may not be said now."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from schemas.errors import EngineFailed
 from schemas.requests import SamplingParams
 from workers.engine.api import ScheduledSequence
 
@@ -15,7 +16,7 @@ from workers.engine.api import ScheduledSequence
 def adjust_logits(
     logits: Tensor, rows: Sequence[ScheduledSequence], eos_token_ids: frozenset[int]
 ) -> Tensor:
-    """Apply logit bias, then penalties, then the ``min_tokens`` mask.
+    """Apply logit bias, then penalties, then masks: ``min_tokens``, and the ids that a row allows.
 
     Args:
         logits: [num_rows, vocab_size], any float dtype; not changed.
@@ -27,7 +28,8 @@ def adjust_logits(
     is_copy = adjusted is not logits
     for number, row in enumerate(rows):
         banned = _banned_ids(row, eos_token_ids)
-        if row.sampling.logit_bias or _has_penalty(row.sampling) or banned:
+        is_masked = bool(banned) or row.allowed is not None
+        if row.sampling.logit_bias or _has_penalty(row.sampling) or is_masked:
             if not is_copy:
                 adjusted, is_copy = adjusted.clone(), True
             _adjust_row(adjusted[number], row, banned)
@@ -42,7 +44,23 @@ def _adjust_row(logits: Tensor, row: ScheduledSequence, banned: frozenset[int]) 
     if _has_penalty(row.sampling):
         _penalize(logits, row)
     within = [token_id for token_id in banned if 0 <= token_id < len(logits)]
-    logits[within] = -torch.inf
+    if row.allowed is None:
+        logits[within] = -torch.inf
+    else:
+        _keep_allowed(logits, row.allowed, within)
+
+
+def _keep_allowed(logits: Tensor, allowed: bytes, banned: list[int]) -> None:
+    """Forbid all but ``allowed``, and of these the ``banned``, unless that leaves none."""
+    bits = np.unpackbits(np.frombuffer(allowed, np.uint8), bitorder="little")
+    kept = np.zeros(len(logits), np.bool_)
+    kept[: len(bits)] = bits[: len(logits)]
+    if not kept.any():
+        raise EngineFailed("the format allows no token that this model has")
+    left = kept.copy()
+    left[banned] = False
+    forbidden = torch.from_numpy(~(left if left.any() else kept))
+    logits.masked_fill_(forbidden.to(logits.device), -torch.inf)
 
 
 def _penalize(logits: Tensor, row: ScheduledSequence) -> None:

@@ -1,7 +1,7 @@
 """From logits to tokens, many rows at once, each as if it were alone.
 
-Order: logit bias, penalties, ``min_tokens`` mask | temperature, top-k, top-p, min-p, draw.
-Logprobs are those at the bar.
+Order: logit bias, penalties, masks (``min_tokens``, allowed ids) | temperature, top-k, top-p,
+min-p, draw. Logprobs are those at the bar; what is masked is in no list of alternatives.
 
 What is drawn depends on the row's logits and on (seed, choice, token number), on nothing else: the
 random number is a hash of these three, so there is no generator whose state would have to move
@@ -16,6 +16,7 @@ may reach further is sorted whole. A row without filters is drawn over all token
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from collections.abc import Callable, Sequence
 
@@ -168,8 +169,9 @@ def _prefix_sizes(
     rows: Sequence[ScheduledSequence],
 ) -> Tensor:
     """How many of the sorted candidates each row keeps, at least one: [num_rows] int64. Top-p
-    counts the mass of what top-k leaves."""
-    by_k = top_k.clamp(max=weights.shape[1])
+    counts the mass of what top-k leaves. What weighs nothing is never drawn, so the prefix ends
+    before it: a row with few allowed tokens is not looked for among all."""
+    by_k = torch.minimum(top_k, (weights > 0).sum(-1))
     top_p = _column(rows, lambda s: s.top_p if s.top_p < 1.0 else 2.0)
     before = cumulated - weights
     by_p = (before < (top_p * mass)[:, None]).sum(-1)
@@ -212,7 +214,11 @@ def _with_logprobs(token_id: int, logits: Tensor, num_top: int | None) -> Sample
         return Sampled(token_id=token_id)
     logprobs = logits.log_softmax(-1)
     top = logprobs.topk(min(num_top, len(logprobs)))
-    pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    pairs = (
+        pair
+        for pair in zip(top.indices.tolist(), top.values.tolist(), strict=True)
+        if pair[1] > -math.inf
+    )
     return Sampled(
         token_id=token_id,
         logprob=float(logprobs[token_id]),

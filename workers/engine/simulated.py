@@ -8,7 +8,8 @@ tokens up to it, and it is read back from the pool to go on::
 
 So a wrong block table, a lost or half-written block or a handover gone wrong changes the tokens
 that follow, as with a model, and the right tokens can be told without one. Logprobs are made up, in
-the same way each time. Penalties, logit bias, top-k, top-p and min-p have no effect.
+the same way each time. Penalties, logit bias, top-k, top-p and min-p have no effect. Where only
+some ids are allowed, it is one of the first of them or an end, so that made-up JSON ends soon.
 
 Every figure measured with it is a figure of the cost model.
 """
@@ -21,6 +22,8 @@ import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from infra.transport.shm import SharedPool
 from pipeline.prefix_hash import salt_of
@@ -36,6 +39,7 @@ START = 0x9E3779B97F4A7C15  # stands before the first token: 2**64 divided by th
 
 _MASK = (1 << 64) - 1
 _ONE_IN = 200  # an answer ends by itself after about so many tokens
+_NUM_FAVOURED = 8  # few, and of the lowest: there stand quotes, brackets and digits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,21 +149,35 @@ class SimulatedRunner:
         if sampling.temperature > 0:
             state = mix(mix(state, sampling.seed or 0), scheduled.index)
             state = mix(state, scheduled.token_number)
-        token_id = self._token_of(mix(state, 1))
+        among = self._token_ids if scheduled.allowed is None else self._favoured(scheduled)
+        token_id = self._token_of(mix(state, 1), among)
         if sampling.logprobs is None:
             return Sampled(token_id=token_id)
         others = {
-            self._token_of(mix(state, rank)): None for rank in range(2, 2 + sampling.logprobs)
+            self._token_of(mix(state, rank), among): None
+            for rank in range(2, 2 + sampling.logprobs)
         }
         others.pop(token_id, None)
         ranked = [token_id, *others][: sampling.logprobs]
         top = tuple((other, -0.25 * (rank + 1)) for rank, other in enumerate(ranked))
         return Sampled(token_id=token_id, logprob=-0.25, top=top)
 
-    def _token_of(self, state: int) -> int:
-        if self._eos is not None and state % _ONE_IN == 0:
+    def _favoured(self, scheduled: ScheduledSequence) -> Seq[int]:
+        """What a sequence with few allowed ids chooses from."""
+        assert scheduled.allowed is not None, "only asked where something is forbidden"
+        bits = np.unpackbits(np.frombuffer(scheduled.allowed, np.uint8), bitorder="little")
+        ids = np.flatnonzero(bits).tolist()
+        words = [token_id for token_id in ids if token_id not in self.info.eos_token_ids]
+        if not words:
+            return ids
+        may_end = scheduled.token_number >= scheduled.sampling.min_tokens
+        ends = [token_id for token_id in ids if token_id in self.info.eos_token_ids]
+        return words[:_NUM_FAVOURED] + (ends if may_end else [])
+
+    def _token_of(self, state: int, among: Seq[int]) -> int:
+        if self._eos is not None and among is self._token_ids and state % _ONE_IN == 0:
             return self._eos
-        return self._token_ids[state // _ONE_IN % len(self._token_ids)]
+        return among[state // _ONE_IN % len(among)]
 
 
 def readable_token_ids(vocabulary: Vocabulary) -> list[int]:

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import structlog
 
 from schemas.errors import EngineFailed, QueueFull
-from workers.engine.api import EngineApi, StepReport
+from workers.engine.api import EngineApi, EngineRequest, StepReport
 
 _log = structlog.get_logger(__name__)
 
@@ -91,6 +91,16 @@ class EngineThread:
         await asyncio.to_thread(self._thread.join, timeout_s)
         if self._thread.is_alive():
             raise TimeoutError(f"the engine's step did not end within {timeout_s} s")
+
+    async def prepare(self, request: EngineRequest) -> None:
+        """Do beforehand, on neither the loop's thread nor the engine's, what would make adding
+        ``request`` take long.
+
+        Raises:
+            InvalidRequest: its ``response_format`` can't be kept.
+        """
+        if request.sampling.response_format is not None:
+            await asyncio.to_thread(self._engine.prepare, request.sampling)
 
     async def call(self, function: Callable[[EngineApi], T]) -> T:
         """``function(engine)`` between two steps, and what it returned or raised. It is to be
