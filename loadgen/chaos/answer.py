@@ -21,10 +21,13 @@ class Answer:
 
     num_choices: int
     request_id: str = ""
+    last_event_id: str = ""  # of server-sent events: where to read on
     ids: list[list[int]] = field(init=False)
     texts: list[str] = field(init=False)
     logprobs: list[list[Logprob]] = field(init=False)
     reasons: list[str] = field(init=False)
+    num_events: list[int] = field(init=False)  # that brought text
+    is_counted: bool = False  # the texts are events, one character each
     usage: Usage | None = None
     is_complete: bool = False
     error: str = ""
@@ -37,6 +40,7 @@ class Answer:
         self.texts = [""] * self.num_choices
         self.logprobs = [[] for _ in range(self.num_choices)]
         self.reasons = [""] * self.num_choices
+        self.num_events = [0] * self.num_choices
 
     @property
     def has_ended(self) -> bool:

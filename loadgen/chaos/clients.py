@@ -114,7 +114,6 @@ class SseText:
     """The body of one connection; what it brings goes into ``answer``."""
 
     def __init__(self, answer: Answer) -> None:
-        self.last_event_id = ""
         self.is_done = False
         self.error: _Error | None = None
         self._answer = answer
@@ -134,7 +133,7 @@ class SseText:
             return
         for line in lines:
             if line.startswith(b"id:"):
-                self.last_event_id = line[3:].strip().decode()
+                self._answer.last_event_id = line[3:].strip().decode()
             elif line.startswith(b"data:"):
                 self._on_event(line[5:].strip())
 
@@ -156,6 +155,7 @@ class SseText:
         answer.request_id = answer.request_id or chunk.id.partition("-")[2]
         for choice in chunk.choices:
             answer.texts[choice.index] += choice.text
+            answer.num_events[choice.index] += bool(choice.text)
             answer.reasons[choice.index] = choice.finish_reason or answer.reasons[choice.index]
             answer.event_s.append(now_s)
         if chunk.usage is not None:
@@ -172,17 +172,20 @@ def _as_error(error: _Error | str | None) -> _Error | None:
 class Resume(Protocol):
     """Reads on where a broken connection left a request."""
 
-    async def read_on(self, url: str, answer: Answer, last_event_id: str) -> str:
-        """Bring ``answer`` further; the last event id then. It may still not have ended."""
+    async def read_on(self, url: str, answer: Answer) -> None:
+        """Bring ``answer`` further; it may still not have ended.
+
+        Raises:
+            OSError, BadHttp, TimeoutError: this server can't, just now.
+        """
 
 
 class NoResume:
     """For servers that have none: a broken stream is a failed request."""
 
-    async def read_on(self, url: str, answer: Answer, last_event_id: str) -> str:
+    async def read_on(self, url: str, answer: Answer) -> None:
         """See :class:`Resume`."""
         answer.fail("stream_broken", "the connection broke, and this server can't resume")
-        return last_event_id
 
 
 class HttpResume:
@@ -191,17 +194,16 @@ class HttpResume:
     def __init__(self, stall_s: float) -> None:
         self._stall_s = stall_s
 
-    async def read_on(self, url: str, answer: Answer, last_event_id: str) -> str:
+    async def read_on(self, url: str, answer: Answer) -> None:
         """See :class:`Resume`."""
         body = SseText(answer)
-        body.last_event_id = last_event_id
         path = f"/v1/requests/{answer.request_id}/events"
         client = HttpClient(url)
         try:
             async with asyncio.timeout(self._stall_s) as limit:
                 status = await client.get(
                     path, _renewing(limit, self._stall_s, body.on_body),
-                    {"Last-Event-ID": last_event_id, "x-mesh-event-ids": "1"},
+                    {"Last-Event-ID": answer.last_event_id, "x-mesh-event-ids": "1"},
                 )  # fmt: skip
         finally:
             client.close()
@@ -210,7 +212,6 @@ class HttpResume:
             answer.fail(f"http_{status}", error.message)
         elif body.error is not None and body.error.code not in _RETRYABLE_CODES:
             answer.fail(str(body.error.code or body.error.type), body.error.message)
-        return body.last_event_id
 
 
 class BusResume:
@@ -228,7 +229,7 @@ class BusResume:
         self._client = client
         self._reader_of = reader_of
 
-    async def read_on(self, url: str, answer: Answer, last_event_id: str) -> str:
+    async def read_on(self, url: str, answer: Answer) -> None:
         """See :class:`Resume`."""
         whole = Answer(answer.num_choices)
         reader = self._reader_of(answer.request_id)
@@ -241,14 +242,13 @@ class BusResume:
             raise ConnectionError(error.message) from error
         except MeshError as error:
             answer.fail(error.code, error.message)
-            return last_event_id
+            return
         assert stream.end is not None, "complete"
         for index, text in enumerate(whole.texts):
             had = answer.texts[index]
             answer.texts[index] = text if text.startswith(had) else had + text
         answer.reasons = list(stream.end.finish_reasons)
         answer.complete(stream.end.usage, time.monotonic())
-        return last_event_id
 
 
 class SseClient:
@@ -275,14 +275,13 @@ class SseClient:
     async def run(self, case: Case, label: str, answer: Answer) -> None:
         """See :class:`Client`."""
         at = next(self._turn)
-        last_event_id = ""
         while not answer.has_ended:
             url = self.homes[label] = self.urls[at % len(self.urls)]
             try:
                 if answer.request_id:
-                    last_event_id = await self._resume.read_on(url, answer, last_event_id)
+                    await self._resume.read_on(url, answer)
                 else:
-                    last_event_id = await self._post(url, case, label, answer)
+                    await self._post(url, case, label, answer)
             except (OSError, BadHttp, TimeoutError):
                 pass  # the next server may do better
             except msgspec.DecodeError as error:
@@ -292,7 +291,7 @@ class SseClient:
                 at += 1
                 await asyncio.sleep(RETRY_S if answer.num_resumed > 1 else 0)
 
-    async def _post(self, url: str, case: Case, label: str, answer: Answer) -> str:
+    async def _post(self, url: str, case: Case, label: str, answer: Answer) -> None:
         body, client = SseText(answer), HttpClient(url)
         headers = {"X-Request-Id": label}
         if self._is_mesh:
@@ -313,7 +312,6 @@ class SseClient:
             answer.fail(f"http_{status}", body.refusal().message)
         elif body.error is not None and body.error.code not in _RETRYABLE_CODES:
             answer.fail(str(body.error.code or body.error.type), body.error.message)
-        return body.last_event_id
 
 
 def _renewing(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,7 +15,14 @@ from infra.failure import EXIT_FAILED, EXIT_INTERRUPTED, first_mesh_error, repor
 from infra.mesh_file import read_mesh_file
 from infra.settings import Sources, load
 from loadgen.chaos.faults import FAULTS
-from loadgen.chaos.settings import QUICK_FAULTS, QUICK_TIME_SCALE, RANDOM, ChaosSettings
+from loadgen.chaos.settings import (
+    QUICK_FAULTS,
+    QUICK_SPEED,
+    QUICK_TIME_SCALE,
+    QUICK_TORCH_FAULTS,
+    RANDOM,
+    ChaosSettings,
+)
 from loadgen.loop import fast_loop
 from schemas.errors import MeshError
 
@@ -37,7 +45,9 @@ def chaos(
     time_scale: Annotated[
         float | None, typer.Option(help="all times of the protocol, and of faults, by this")
     ] = None,
-    speed: Annotated[float, typer.Option(help="of the simulated engine")] = 1.0,
+    speed: Annotated[
+        float | None, typer.Option(help="of the simulated engine; 1, or 2 with --quick")
+    ] = None,
     streams: Annotated[int, typer.Option(help="requests beside the marked one")] = 10,
     tokens: Annotated[int, typer.Option(help="length of most answers")] = 60,
     controls: Annotated[int, typer.Option(help="control processes of a mesh of our own")] = 1,
@@ -62,9 +72,9 @@ def chaos(
     anything leaked.
     """
     try:
-        names = tuple(FAULTS) if all_faults else (*(QUICK_FAULTS if quick else ()), *(fault or ()))
-        if time_scale is None:
-            time_scale = QUICK_TIME_SCALE if quick else 1.0
+        usual = QUICK_TORCH_FAULTS if engine == "torch" else QUICK_FAULTS
+        names = tuple(FAULTS) if all_faults else tuple(fault or (usual if quick else ()))
+        usual_scale, usual_speed = (QUICK_TIME_SCALE, QUICK_SPEED) if quick else (1.0, 1.0)
         places = _attached(nats, control_nats, bridge or [], data) if attach or nats else {}
         settings = ChaosSettings(
             faults=names,
@@ -73,8 +83,8 @@ def chaos(
             engine=engine,
             model=model,
             seed=seed,
-            time_scale=time_scale,
-            speed=speed,
+            time_scale=usual_scale if time_scale is None else time_scale,
+            speed=usual_speed if speed is None else speed,
             num_streams=streams,
             num_tokens=tokens,
             num_controls=controls,
@@ -110,10 +120,16 @@ def _attached(nats: str, control: str, bridges: list[str], data: Path | None) ->
 
 def _run(settings: ChaosSettings, *, as_json: bool) -> int:
     import msgspec
+    import structlog
     from rich.console import Console
 
     from loadgen.chaos.run import run_chaos
 
+    # Our own connections break, too: what is said of that belongs beside the progress.
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR),
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+    )
     progress = Console(stderr=True, highlight=False, soft_wrap=True)
 
     def say(line: str) -> None:

@@ -144,7 +144,7 @@ class Signalled(Fault):
 
     def _any(self, scene: Scene) -> Target:
         kind = self.role if self.role in ("control", "bridge") else "worker"
-        beats = scene.mesh.ready(kind, "" if kind == self.role else self.role)
+        beats = scene.mesh.present(kind, "" if kind == self.role else self.role)
         if not beats:
             raise NotWhole(f"no {self.role} is ready")
         return scene.mesh.target(scene.rng.choice(beats))
@@ -205,7 +205,7 @@ class AllWorkers(Fault):
 
     async def inject(self, scene: Scene, target: Target | None, marked: Stream) -> None:
         """See :class:`Fault`."""
-        for beat in scene.mesh.ready("worker"):
+        for beat in scene.mesh.present("worker"):
             scene.mesh.send(scene.mesh.target(beat), self.number)
 
     number: ClassVar[signal.Signals]

@@ -87,13 +87,17 @@ class ChaosMesh:
 
     def ready(self, kind: str, role: str = "") -> list[Beat]:
         """Processes that say they are ready, and run, by process id."""
-        found = []
+        return [beat for beat in self.present(kind, role) if beat.pid not in self._stopped]
+
+    def present(self, kind: str, role: str = "") -> list[Beat]:
+        """As :meth:`ready`, and those that stand still just now."""
+        now_s, found = time.monotonic(), []
         for process in sorted(self._beats):
             beat, heard_s = self._beats[process]
-            fresh = time.monotonic() - heard_s <= self.bus.times.dead_s
-            if fresh and beat.state == "ready" and self._runs(beat.pid) and beat.kind == kind:
-                if not role or role in beat.roles:
-                    found.append(beat)
+            is_asked = beat.kind == kind and (not role or role in beat.roles)
+            is_fresh = now_s - heard_s <= self.bus.times.dead_s and beat.state == "ready"
+            if is_asked and is_fresh and self._lives(beat.pid):
+                found.append(beat)
         return found
 
     def is_ready(self, process: str, since_s: float) -> bool:
@@ -120,7 +124,7 @@ class ChaosMesh:
     def bridge(self, url: str) -> Target | None:
         """The process that listens at a bridge's address."""
         port = urlsplit(url).port or 80
-        for beat in self.ready("bridge"):
+        for beat in self.present("bridge"):
             if port in _ports_of(self._handles[beat.pid]):
                 return self.target(beat)
         return None
@@ -143,24 +147,19 @@ class ChaosMesh:
                 return process
         raise NotWhole(f"no {_BROKER} of this host listens on port {self._broker_port}")
 
-    def _runs(self, pid: int) -> bool:
+    def _lives(self, pid: int) -> bool:
         handle = self._handles.get(pid)
-        with contextlib.suppress(psutil.NoSuchProcess):
-            return (
-                handle is not None
-                and pid not in self._stopped
-                and handle.is_running()
-                and handle.status() != psutil.STATUS_ZOMBIE
-            )
-        return False
+        if handle is None:
+            return False
+        try:
+            return handle.is_running() and handle.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
 
     def left_over(self) -> list[Target]:
         """Processes that were ever heard of and still live."""
-        return [
-            Target(pid, handle.name())
-            for pid, handle in self._handles.items()
-            if handle.is_running() and handle.status() != psutil.STATUS_ZOMBIE
-        ]
+        names = {beat.pid: beat.process for beat, _ in self._beats.values()}
+        return [Target(pid, names.get(pid, "unknown")) for pid in self._handles if self._lives(pid)]
 
     def silent(self) -> list[Target]:
         """Processes of ours that live, are not stopped, and have not been heard for long."""

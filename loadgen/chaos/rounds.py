@@ -89,7 +89,7 @@ class Rounds:
         self._witness.forget_all()
         self._http.homes.clear()
         strikes_bridge = any(blow.fault.role == "bridge" for blow in blows)
-        self._http.stall_s = 2 * mesh.bus.times.dead_s if strikes_bridge else self._timeout_s
+        self._http.stall_s = mesh.bus.times.dead_s if strikes_bridge else self._timeout_s
         try:
             for blow in blows:
                 await blow.fault.prepare(self._scene)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shutil
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from loadgen.chaos.answer import Answer, compare
 from loadgen.chaos.cases import Case, make_cases, with_stop
 from loadgen.chaos.clients import BusClient, BusResume, HttpResume, Resume, SseClient
 from loadgen.chaos.faults import FAULTS, Scene
-from loadgen.chaos.mesh import ChaosMesh, NotWhole, until
+from loadgen.chaos.mesh import ChaosMesh, NotWhole, Target, until
 from loadgen.chaos.own_mesh import OwnSettings, Starter, own_chaos_mesh
 from loadgen.chaos.report import ChaosReport
 from loadgen.chaos.rounds import RoundResult, Rounds, plan
@@ -62,13 +63,30 @@ async def run_chaos(settings: ChaosSettings, say: Say) -> ChaosReport:
         MeshError: the mesh did not start, or did not come back from a fault.
     """
     report = ChaosReport(engine=settings.engine, settings=_public(settings))
-    with tempfile.TemporaryDirectory(prefix="mesh-chaos-") as temporary:
-        folder = settings.folder or Path(temporary)
+    with _folder(settings, report) as folder:
         async with _place(settings, folder, say) as place:
             mesh = await _play_all(settings, place, report, say)
-        if place.starter is not None:
-            report.at_end.leaked_processes = await _left_over(mesh, say)
+        left = mesh.silent() if settings.is_attached else await _left_over(mesh)
+        for target in left:
+            say(f"still there: pid {target.pid} ({target.name})")
+        report.at_end.leaked_processes = len(left)
     return report
+
+
+@contextmanager
+def _folder(settings: ChaosSettings, report: ChaosReport) -> Generator[Path, None, None]:
+    """The mesh's data directory; a temporary one stays when there is something to look up."""
+    if settings.folder is not None:
+        yield settings.folder
+        return
+    made = Path(tempfile.mkdtemp(prefix="mesh-chaos-"))
+    is_clean = False
+    try:
+        yield made
+        is_clean = report.total.is_clean
+    finally:
+        if is_clean:
+            shutil.rmtree(made)
 
 
 def _public(settings: ChaosSettings) -> dict[str, Any]:
@@ -248,10 +266,7 @@ def _line(result: RoundResult, took_s: float) -> str:
     return f"{what}: {result.tally.streams} streams {verdict}{recovery} ({took_s:.1f} s)"
 
 
-async def _left_over(mesh: ChaosMesh, say: Say) -> int:
+async def _left_over(mesh: ChaosMesh) -> list[Target]:
     """Processes that outlive their mesh."""
     await until(lambda: not mesh.left_over(), _GONE_S)
-    left = mesh.left_over()
-    for target in left:
-        say(f"still there: pid {target.pid} ({target.name})")
-    return len(left)
+    return mesh.left_over()

@@ -15,7 +15,12 @@ QUICK_FAULTS = (
     "kill-decode", "kill-bridge", "freeze-prefill", "term-decode", "kill-control",
     "client-leaves", "freeze-decode", "kill-prefill", "freeze-bridge", "kill-broker",
 )  # fmt: skip
+# Processes with the real engine take longer to start: what must come back comes last.
+QUICK_TORCH_FAULTS = (
+    "freeze-decode", "client-leaves", "freeze-prefill", "kill-broker", "kill-bridge", "kill-decode",
+)  # fmt: skip
 QUICK_TIME_SCALE = 0.25  # a freeze takes 2.5 s then
+QUICK_SPEED = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -119,11 +119,11 @@ class Witness:
 
     @staticmethod
     def _on_task(trace: Trace, stage: str, worker: str, data: bytes) -> None:
+        owner = decode(data, KvReady).handle.owner if stage == "kv-ready" else ""
         trace.waits_for = stage
-        trace.placed = "" if worker == subjects.ANY else worker
-        if stage == "kv-ready":
-            trace.is_offered = True
-            trace.prefiller = trace.placed = decode(data, KvReady).handle.owner
+        trace.placed = owner or ("" if worker == subjects.ANY else worker)
+        if owner:
+            trace.is_offered, trace.prefiller = True, owner
 
     def on_stream(self, message: Msg) -> None:
         """A claim, tokens, or an end."""
