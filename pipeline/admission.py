@@ -30,7 +30,12 @@ from schemas.errors import ContextTooLong, InvalidRequest, QueueFull, SchemaErro
 from schemas.headers import REQUEST, TRACEPARENT, WorkHeaders
 from schemas.models import ModelCard
 from schemas.prefill import PrefillTask
-from schemas.requests import InferenceRequest, RequestRecord, SamplingParams
+from schemas.requests import (
+    MAX_READER_NOTE_BYTES,
+    InferenceRequest,
+    RequestRecord,
+    SamplingParams,
+)
 from schemas.tokens import Accepted
 
 INLINE_IDS_BYTES = 64 * 1024  # a longer prompt is read from the record instead of the task
@@ -119,6 +124,8 @@ class Admission:
         request = work.message
         check_sampling(request.sampling)
         check_priority(request.priority)
+        if len(request.reader_note) > MAX_READER_NOTE_BYTES:
+            raise InvalidRequest(f"over {MAX_READER_NOTE_BYTES} bytes", param="reader_note")
         prompt_ids = await self._tokenize(request, card, tokenizer)
         sampling = self._resolve(request, len(prompt_ids), card)
         await self._backlog.enter(card.served)
@@ -137,6 +144,7 @@ class Admission:
             label=request.label[:256],
             cache_salt=request.cache_salt,
             cost=_cost(sampling, len(prompt_ids)),
+            reader_note=request.reader_note,
         )
 
     def _resolve(

@@ -192,6 +192,10 @@ class Ledger:
         """Every worker that holds something."""
         return list(self._by_worker)
 
+    def holdings(self) -> list[Holding]:
+        """All that is held."""
+        return list(self._holdings.values())
+
     def overdue(self, now_unix_ms: int) -> list[Holding]:
         """Holdings whose deadline has passed."""
         return [h for h in self._holdings.values() if h.claim.deadline_unix_ms < now_unix_ms]

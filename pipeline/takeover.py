@@ -5,6 +5,8 @@
     every tick            -> dead worker: its requests are placed again as prefill tasks of the
                              next epoch, its own queues are moved to whoever lives
                              past deadline: Expired on the chain
+                             its bridge silent for the resume window, and not adopted by another
+                             (pipeline/attendance.py): Cancelled on the chain
                              ended by somebody else: a quick word to the worker that computes
 
 Any number of these may run at once, and each may be wrong: tasks carry the chain entry that they
@@ -26,12 +28,13 @@ from infra.bus.replay import replay
 from infra.log import Logger
 from infra.metrics import Metrics
 from infra.task_scope import task_scope
+from pipeline.attendance import Attendance
 from pipeline.claim_chain import ClaimChain
 from pipeline.fleet import Fleet
 from pipeline.ownership import Holding, Ledger
 from schemas import subjects
 from schemas.codec import decode, encode, tag_of
-from schemas.control import Beat, CancelWord
+from schemas.control import Adopt, Beat, CancelWord
 from schemas.errors import BusUnavailable, MeshError, SchemaError
 from schemas.headers import WorkHeaders
 from schemas.prefill import PrefillTask
@@ -45,6 +48,7 @@ from schemas.tokens import (
 )
 
 _REMEMBER_VERDICTS_S = 3600.0
+_ENDED_PER_TICK = 64  # of a dead bridge's requests: the dead workers' are in more of a hurry
 _OVERDUE_MS = 500  # later than the workers themselves: mostly they were faster
 
 
@@ -70,6 +74,8 @@ class TakeOver:
         self._bus = bus
         self._chain = chain
         self._fleet = fleet
+        self._attendance = Attendance(bus.times.resume_window_s, time.monotonic())
+        self._next_roll_call_s = 0.0
         self._metrics = metrics
         self._log = log
         self._on_claim = on_claim
@@ -86,6 +92,7 @@ class TakeOver:
         """Watch until cancelled."""
         bus = self._bus
         beats = await bus.subscribe(subjects.ALL_BEATS, self._hear_beat)
+        adoptions = await bus.subscribe(subjects.ALL_ADOPTIONS, self._hear_adopt)
         chains = await bus.subscribe(subjects.live(subjects.ALL_CHAINS), self._hear_chain)
         bus.on_reconnected.append(self._mark_stale)
         bus.on_error.append(self._on_error)
@@ -100,6 +107,7 @@ class TakeOver:
             bus.on_reconnected.remove(self._mark_stale)
             bus.on_error.remove(self._on_error)
             await beats.unsubscribe()
+            await adoptions.unsubscribe()
             await chains.unsubscribe()
 
     # What is heard ---------------------------------------------------------------------------
@@ -110,8 +118,13 @@ class TakeOver:
         except SchemaError:
             return  # a newer peer's; its silence is then no verdict of ours on its requests
         self._fleet.hear(beat, time.monotonic())
+        self._attendance.hear_beat(beat, time.monotonic())
         if beat.state == "gone":
             self._someone_died.set()
+
+    def _hear_adopt(self, message: Msg) -> None:
+        with contextlib.suppress(SchemaError):  # a newer peer's
+            self._attendance.hear_adopt(decode(message.data, Adopt), time.monotonic())
 
     def _hear_chain(self, message: Msg) -> None:
         seq = (message.headers or {}).get("Nats-Sequence")
@@ -146,7 +159,7 @@ class TakeOver:
 
     def _mark_stale(self) -> None:
         self._must_read = True
-        self._fleet.listen_anew(time.monotonic())
+        self._listen_anew(time.monotonic())
 
     def _on_error(self, error: Exception) -> None:
         self._must_read = True  # a slow consumer: something was dropped
@@ -171,8 +184,12 @@ class TakeOver:
         now_s = time.monotonic()
         was_away = now_s - self._present_s > self._bus.times.dead_s / 2
         if was_away or not self._bus.is_connected:
-            self._fleet.listen_anew(now_s)
+            self._listen_anew(now_s)
         self._present_s = now_s
+
+    def _listen_anew(self, now_s: float) -> None:
+        self._fleet.listen_anew(now_s)
+        self._attendance.listen_anew(now_s)
 
     # What is done ----------------------------------------------------------------------------
 
@@ -201,12 +218,30 @@ class TakeOver:
                 for holding in self.ledger.held_by(worker):
                     await self._place_again(holding)
         for holding in self.ledger.overdue(self._bus.now_unix_ms() - _OVERDUE_MS):
-            tip = await self._chain.end(holding.reader, Expired(request_id=holding.request_id))
-            if tip.entry is not None:
-                self._note(tip.seq, holding.reader, tip.entry)
+            await self._end(holding, Expired(request_id=holding.request_id))
+        if now_s >= self._next_roll_call_s:
+            await self._end_abandoned(now_s)
         for role in ("prefill", "decode"):
             alive = sum(role in beat.roles for beat in self._fleet.members())
             self._metrics.live_workers.labels(role).set(alive)
+
+    async def _end_abandoned(self, now_s: float) -> None:
+        """Requests whose bridge is dead, and which no other one reads."""
+        self._attendance.forget(now_s)
+        abandoned = self._attendance.abandoned(self.ledger.holdings(), now_s)
+        for holding in abandoned[:_ENDED_PER_TICK]:
+            self._log.warning(
+                "request_abandoned", request_id=holding.request_id, reader=holding.reader
+            )
+            reason = "its bridge is gone and nobody resumed it"
+            await self._end(holding, Cancelled(request_id=holding.request_id, reason=reason))
+        if len(abandoned) <= _ENDED_PER_TICK:
+            self._next_roll_call_s = now_s + self._bus.times.beat_s
+
+    async def _end(self, holding: Holding, entry: Cancelled | Expired) -> None:
+        tip = await self._chain.end(holding.reader, entry)
+        if tip.entry is not None:
+            self._note(tip.seq, holding.reader, tip.entry)
 
     async def _place_again(self, holding: Holding) -> None:
         """A prefill task of the next epoch: it finds the tokens that exist and goes on."""

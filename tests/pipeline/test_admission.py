@@ -169,7 +169,11 @@ def says(*contents: str, role: str = "user") -> tuple[ChatMessage, ...]:
 async def test_an_admitted_request_has_record_task_and_word(door: Door) -> None:
     """The record holds all that later stages need; the task carries it; the reader hears of it."""
     request_id = new_id()
-    asked = ask(request_id, tenant="acme", priority=3, label="mine", cache_salt="s", **sampled(n=2))
+    note = bytes(range(256)) * 16
+    asked = ask(
+        request_id, tenant="acme", priority=3, label="mine", cache_salt="s", reader_note=note,
+        **sampled(n=2),
+    )  # fmt: skip
     accepted = await door.admitted(asked, request_id)
     record = await door.record(request_id)
     assert unpack_ids(record.prompt_ids) == door.tokenizer.encode("The sea is")
@@ -185,6 +189,7 @@ async def test_an_admitted_request_has_record_task_and_word(door: Door) -> None:
         "mine",
         "s",
     )
+    assert record.reader_note == note
     num_prompt = len(unpack_ids(record.prompt_ids))
     assert record.cost == 2 * num_prompt**2 + num_prompt * 2 * (CONTEXT - num_prompt)
     assert accepted.prompt_tokens == num_prompt
@@ -396,6 +401,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "an empty stop": (sampled(stop=("",)), "invalid_request", "stop"),
     "many stops": (sampled(stop=("x",) * 17), "invalid_request", "stop"),
     "priority": ({"priority": 2**40}, "invalid_request", "priority"),
+    "a long note": ({"reader_note": bytes(4097)}, "invalid_request", "reader_note"),
     **{
         f"{field} = {value}": (sampled(**{field: value}), "invalid_request", field)
         for field, value in (
