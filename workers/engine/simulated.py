@@ -9,7 +9,7 @@ tokens up to it, and it is read back from the pool to go on::
 So a wrong block table, a lost or half-written block or a handover gone wrong changes the tokens
 that follow, as with a model, and the right tokens can be told without one. Logprobs are made up, in
 the same way each time. Penalties, logit bias, top-k, top-p and min-p have no effect. Where only
-some ids are allowed, it is one of the first of them or an end, so that made-up JSON ends soon.
+some ids are allowed, it is an end or one of the first of them, so that made-up JSON ends soon.
 
 Every figure measured with it is a figure of the cost model.
 """
@@ -39,7 +39,6 @@ START = 0x9E3779B97F4A7C15  # stands before the first token: 2**64 divided by th
 
 _MASK = (1 << 64) - 1
 _ONE_IN = 200  # an answer ends by itself after about so many tokens
-_NUM_FAVOURED = 8  # few, and of the lowest: there stand quotes, brackets and digits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,12 +148,12 @@ class SimulatedRunner:
         if sampling.temperature > 0:
             state = mix(mix(state, sampling.seed or 0), scheduled.index)
             state = mix(state, scheduled.token_number)
-        among = self._token_ids if scheduled.allowed is None else self._favoured(scheduled)
-        token_id = self._token_of(mix(state, 1), among)
+        few = None if scheduled.allowed is None else self._favoured(scheduled)
+        token_id = self._token_of(mix(state, 1), few)
         if sampling.logprobs is None:
             return Sampled(token_id=token_id)
         others = {
-            self._token_of(mix(state, rank), among): None
+            self._token_of(mix(state, rank), few): None
             for rank in range(2, 2 + sampling.logprobs)
         }
         others.pop(token_id, None)
@@ -163,7 +162,8 @@ class SimulatedRunner:
         return Sampled(token_id=token_id, logprob=-0.25, top=top)
 
     def _favoured(self, scheduled: ScheduledSequence) -> Seq[int]:
-        """What a sequence with few allowed ids chooses from."""
+        """What a sequence with few allowed ids chooses from: an end where there may be one, then
+        the lowest ids, for there stand quotes, brackets and digits."""
         assert scheduled.allowed is not None, "only asked where something is forbidden"
         bits = np.unpackbits(np.frombuffer(scheduled.allowed, np.uint8), bitorder="little")
         ids = np.flatnonzero(bits).tolist()
@@ -172,12 +172,14 @@ class SimulatedRunner:
             return ids
         may_end = scheduled.token_number >= scheduled.sampling.min_tokens
         ends = [token_id for token_id in ids if token_id in self.info.eos_token_ids]
-        return words[:_NUM_FAVOURED] + (ends if may_end else [])
+        return (ends if may_end else []) + words
 
-    def _token_of(self, state: int, among: Seq[int]) -> int:
-        if self._eos is not None and among is self._token_ids and state % _ONE_IN == 0:
+    def _token_of(self, state: int, few: Seq[int] | None) -> int:
+        if few is not None:  # each half as likely as the one before it
+            return few[min((state & -state).bit_length(), len(few)) - 1]
+        if self._eos is not None and state % _ONE_IN == 0:
             return self._eos
-        return among[state // _ONE_IN % len(among)]
+        return self._token_ids[state // _ONE_IN % len(self._token_ids)]
 
 
 def readable_token_ids(vocabulary: Vocabulary) -> list[int]:
