@@ -19,6 +19,8 @@ COMMANDS = {
     "bridge": "infra.commands.roles:bridge",
     "prepare": "infra.commands.prepare:prepare",
     "status": "infra.commands.status:status",
+    "drain": "infra.commands.drain:drain",
+    "dead": "infra.commands.dead:dead_app",
     "generate": "infra.commands.generate:generate",
     "load": "loadgen.cli:load_app",
     "bench": "loadgen.cli:bench_app",

@@ -8,7 +8,8 @@
     Ctrl-C: bridge, workers, control, broker  in this order; twice: SIGKILL
 
 When a child dies its last beat is repeated with the state "gone", so that the router needn't wait
-for three missed beats.
+for three missed beats. It is started again, also after an orderly drain (``mesh drain``), unless
+the order said that it is to stay down.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from infra.times import Times
 from infra.up_plan import mesh_command, plan
 from schemas import subjects
 from schemas.codec import decode, encode
-from schemas.control import Beat
+from schemas.control import Beat, Drain
 from schemas.errors import BusUnavailable, SchemaError
 
 Url = Callable[[str], str]
@@ -61,6 +62,8 @@ class Supervisor:
         self._children: list[Child] = []
         self._beats: dict[str, Beat] = {}  # by process id
         self._ready: dict[str, str] = {}  # by name: the process id last seen ready
+        self._stay_down: set[str] = set()  # process ids that were told not to come back
+        self._down: set[str] = set()  # names of children that obeyed
         self._changed = asyncio.Event()  # a beat, a death or a signal: look again
         self._stopping = asyncio.Event()
         self._task = asyncio.current_task()
@@ -84,6 +87,7 @@ class Supervisor:
                     self._bus = bus
                     await ensure_topology(bus, self._config.control.limits)
                     await bus.subscribe(subjects.ALL_BEATS, self._on_beat)
+                    await bus.subscribe(subjects.ALL_ORDERS, self._on_order)
                     await self._run_children(models, url)
             finally:
                 self._console.close()
@@ -111,9 +115,14 @@ class Supervisor:
                 await self._drain()
 
     async def _until_ready(self) -> None:
-        while not self._stopping.is_set() and len(self._ready) < len(self._children):
+        while not self._stopping.is_set() and self._num_ready < len(self._children):
             self._note_ready()
             await self._wait_change()
+
+    @property
+    def _num_ready(self) -> int:
+        """Children that have been ready, or are not to be."""
+        return len(self._ready.keys() | self._down)
 
     async def _until_stopped(self) -> None:
         while not self._stopping.is_set():
@@ -194,8 +203,14 @@ class Supervisor:
             self._beats[beat.process] = beat
             self._changed.set()
 
+    def _on_order(self, message: Msg) -> None:
+        with contextlib.suppress(SchemaError):  # of a newer mesh on the same broker
+            order = decode(message.data, Drain)
+            if order.stay_down:
+                self._stay_down.add(order.process)
+
     async def _on_death(self, child: Child, code: int) -> bool:
-        """Tell the mesh; False when starting again would change nothing."""
+        """Tell the mesh; False when it is to stay down, or starting again would change nothing."""
         beat = self._beats.pop(child.process_id, None) or Beat(
             process=child.process_id,
             kind=child.spec.kind,  # type: ignore[arg-type]
@@ -209,6 +224,11 @@ class Supervisor:
             gone = msgspec.structs.replace(beat, state="gone")
             await self._bus.publish(subjects.beat(gone.process), encode(gone))
         self._changed.set()
+        if child.process_id in self._stay_down:
+            self._stay_down.discard(child.process_id)
+            self._down.add(child.spec.name)
+            self._console.say(f"{child.spec.name} {describe_exit(code)}; it stays down")
+            return False
         if code > 0 and child.spec.name not in self._ready:
             words = child.last_words or f"see {child.log}"
             self._failure = ChildFailed(f"{child.spec.name} can't start: {words}")
@@ -220,6 +240,8 @@ class Supervisor:
         """Say who became ready, and show whom we wait for."""
         waiting = []
         for child in self._children:
+            if child.spec.name in self._down:
+                continue
             beat = self._beats.get(child.process_id)
             if beat is None or beat.state != "ready":
                 reason = f" ({beat.reason})" if beat and beat.reason else ""

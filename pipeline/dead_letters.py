@@ -58,7 +58,7 @@ async def known_request(
     """The request behind an undecodable message, by its header or the words that even a wrong
     admission message may carry; its reader, by its record, those words or the default. None when
     nobody can be told."""
-    words = _words(data)
+    words = words_of(data)
     request_id = headers.get(REQUEST) or words.request_id
     if not isinstance(request_id, str):
         return None
@@ -74,16 +74,17 @@ async def known_request(
         return KnownRequest(request_id, subjects.default_reader(request_id))
 
 
-class _Words(msgspec.Struct):
-    """What may be read of a request that is wrong elsewhere, whatever it is."""
+class Words(msgspec.Struct):
+    """What may be read of a message that is wrong elsewhere, whatever it is."""
 
     request_id: Any = None
     reader: Any = None
 
 
-def _words(data: bytes) -> _Words:
+def words_of(data: bytes) -> Words:
+    """The names in a message of ours, or in what was meant to be one."""
     decode = msgspec.json.decode if is_json(data) else msgspec.msgpack.decode
     try:
-        return decode(data, type=_Words)
+        return decode(data, type=Words)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return _Words()
+        return Words()

@@ -166,3 +166,37 @@ async def test_status_of_a_bus_without_a_mesh_is_said(broker: EmbeddedBroker) ->
     ended = await asyncio.to_thread(mesh, "status", **env)
     assert ended.returncode == 2
     assert ended.stderr.startswith("mesh status: config_error: no mesh uses the bus at 127.0.0.1:")
+
+
+async def test_dead_letters_are_listed_shown_retried_and_dropped(
+    broker: EmbeddedBroker, bus: Bus
+) -> None:
+    """By their number in the stream, or all of them; what is refused is said and fails."""
+    env = {"MESH_NATS_URL": broker.url("control")}
+    payload = json.dumps({"schema": "inference-request/1", "model": "m", "prompt": "a secret",
+                          "request_id": "request-1"}).encode()  # fmt: skip
+    for subject in (subjects.admission("m"), subjects.prefill("m@r"), subjects.prefill("m@r")):
+        letter = DeadLetter(subject=subject, reason="[why]", code="engine_failed", stage="s",
+                            payload=payload, payload_bytes=len(payload))  # fmt: skip
+        await bus.publish_stored(subjects.DEAD, encode(letter))
+
+    async def dead(*arguments: str, code: int = 0) -> str:
+        ended = await asyncio.to_thread(mesh, "dead", *arguments, **env)
+        assert ended.returncode == code, ended.stderr
+        return ended.stdout + ended.stderr
+
+    listed = json.loads(await dead("list", "--json"))
+    assert [(one["id"], one["request_id"]) for one in listed] == [
+        (1, "request-1"), (2, "request-1"), (3, "request-1"),
+    ]  # fmt: skip
+    assert "engine_failed" in await dead("list")
+    assert "[why]" in await dead("list")
+    assert "secret" not in await dead("show", "1")
+    assert json.loads(await dead("show", "1", "--payload", "--json"))["payload"]["prompt"]
+    assert await dead("retry", "1") == "1 retried request-1\n"
+    assert "invalid_request: " in await dead("retry", "2", "1", code=2)
+    assert "--all" in await dead("drop", code=2)
+    await dead("drop", "--all", code=1)  # nobody says yes
+    outcomes = json.loads(await dead("drop", "--all", "--yes", "--json"))
+    assert [(one["id"], one["outcome"]) for one in outcomes] == [(2, "dropped"), (3, "dropped")]
+    assert "no dead letters" in await dead("list")

@@ -24,6 +24,7 @@ import pytest
 from infra.bus import Bus, Msg
 from infra.config import read_bus_env
 from infra.data_lock import data_lock
+from infra.drain import Drainer
 from schemas import subjects
 from schemas.codec import decode
 from schemas.control import Beat
@@ -233,6 +234,25 @@ async def test_a_dead_child_is_back_and_the_mesh_was_told(mesh: Mesh) -> None:
     assert process not in {b.process for b in beats if b.pid == mesh.pid_of("both-1")}
     mesh.signal(signal.SIGTERM)
     assert mesh.ended() == 0
+
+
+@pytest.mark.parametrize("stays", [False, True])
+async def test_a_drained_child_comes_back_unless_it_is_to_stay_down(
+    mesh: Mesh, stays: bool
+) -> None:
+    """`mesh drain` restarts a process; with --stay-down it goes, and the mesh is no less ready."""
+    mesh.start_ready()
+    url = read_bus_env(mesh.data / "bus.env")["MESH_NATS_URL_CONTROL"]
+    async with await Bus.connect(url, role="control") as bus:
+        await Drainer(bus, print).drain("both-1", stay_down=stays, timeout_s=10)
+    if stays:
+        mesh.wait_for(r"^both-1 ended with exit code 0; it stays down$")
+    else:
+        mesh.wait_for(r"^both-1 ended with exit code 0; starting again in 0\.1 s$")
+        mesh.wait_for("both-1 .*ready again")
+    mesh.signal(signal.SIGTERM)
+    assert mesh.ended() == 0
+    assert not (stays and any("ready again" in line for line in mesh.lines))
 
 
 async def _until(condition: Callable[[], bool]) -> None:
