@@ -131,7 +131,9 @@ async def ids_of(stream: TokenStream) -> list[int]:
 # Submitting -----------------------------------------------------------------------------------
 
 
-async def test_a_request_is_published_with_all_that_admission_needs(mesh: Played) -> None:
+async def test_a_request_is_published_with_all_that_admission_needs(
+    mesh: Played, until: Until
+) -> None:
     """Reader and deadline are set, the headers say the same as the body, the trace goes along."""
     async with mesh.client("alice") as client:
         before = mesh.bus.now_unix_ms()
@@ -139,6 +141,7 @@ async def test_a_request_is_published_with_all_that_admission_needs(mesh: Played
         stream = await client.submit(asked, traceparent=TRACE)
         assert stream.reader == client.reader
         assert client.reader.startswith("alice.")
+        await until(lambda: mesh.ear.on(SUBJECT))
     (message,) = mesh.ear.on(SUBJECT)
     sent = decode(message.data, InferenceRequest)
     assert sent.deadline_unix_ms is not None

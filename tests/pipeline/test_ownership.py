@@ -306,3 +306,16 @@ def test_ledger_lists_what_a_dead_worker_held() -> None:
     assert ended.claim.worker == "b"
     assert len(ledger) == 0
     ledger.check_invariants()
+
+
+def test_ledger_hears_of_an_end_before_the_claim() -> None:
+    """Who reads stored entries while live ones come may get them the wrong way round: what has
+    ended is not held again, and its end is told once."""
+    ledger = Ledger()
+    ledger.apply(1, "client.r", claim(1, "a"))
+    assert ledger.apply(7, "client.r", Cancelled(request_id=REQUEST)) is not None
+    ledger.apply(5, "client.r", claim(2, "b"))
+    assert ledger.apply(7, "client.r", Cancelled(request_id=REQUEST)) is None
+    assert len(ledger) == 0
+    assert ledger.workers() == []
+    ledger.check_invariants()

@@ -215,8 +215,9 @@ async def test_one_that_starts_listens_before_it_judges(watch: Watch, times: Tim
     fleet = Fleet(times.dead_s, time.monotonic() - 60)
     takeover = TakeOver(watch.bus, ClaimChain(watch.bus), fleet, watch.metrics, log)
     watch.tasks.create_task(takeover.run())
-    watch.worker("w1")
     await watch.until(lambda: len(takeover.ledger) == 1)
+    await watch.ticks(1)  # judged already, and the worker's next beat is still to come
+    watch.worker("w1")
     await watch.ticks(5)
     assert watch.placed(request_id) == []
 
