@@ -18,10 +18,12 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("models"))
 
 
-@pytest_asyncio.fixture
-async def simulated_mesh(tmp_path: Path, tiny_folder: Path) -> AsyncIterator[Mesh]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def simulated_mesh(
+    tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path
+) -> AsyncIterator[Mesh]:
     """One prefill and one decode worker with the simulated engine, ready."""
-    async with mesh_of(tmp_path) as mesh:
+    async with mesh_of(tmp_path_factory.mktemp("mesh")) as mesh:
         await start_simulated(mesh, tiny_folder)
         yield mesh
 

@@ -16,7 +16,7 @@ from tests.e2e.harness import Mesh, ask, mesh_of
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE, tiny_model
 from tests.workers.engine.torch_engines import generate, prompts, reference_model
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
 NUM_TOKENS = 12
 CHOSEN = tuple(sorted(ARCHITECTURES))

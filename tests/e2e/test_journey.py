@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from schemas import subjects
 from tests.e2e.harness import Mesh, ask
 from tests.e2e.observer import Observer
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 async def test_a_request_walks_the_whole_mesh(simulated_mesh: Mesh) -> None:

@@ -15,10 +15,14 @@ from tokenizers import Tokenizer
 
 from pipeline.client import MeshClient
 from tests.e2e.harness import Answer, Mesh, ask, mesh_of
-from tests.e2e.test_takeover import read_rest, read_some
+from tests.e2e.test_takeover import bring_back, read_rest, read_some, strike
 from tests.workers.engine.torch_engines import generate, reference_model
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.slow,
+    pytest.mark.timeout(300),  # five processes that import torch start before the first test
+]
 
 NUM_TOKENS = 24
 SUBJECTS = (
@@ -120,30 +124,15 @@ async def test_a_worker_lost_in_mid_request_changes_nothing(
         deltas = []
     else:
         deltas = await read_some(stream, 6)
-    assert stream.view.claim is not None
-    victim = mesh.name_of_worker(stream.view.claim.worker)
+    victim = strike(mesh, stream, blow)
     assert victim.startswith(role)
-    mesh.roles[victim].send(blow)
     async with asyncio.timeout(30):
         answer = await read_rest(stream, deltas)
     assert list(answer.ids[0]) == expected[0]
-    await _bring_back(mesh, victim, blow, default_folder)
-    await mesh.until_idle()
-
-
-async def _bring_back(mesh: Mesh, name: str, blow: signal.Signals, folder: Path) -> None:
-    """Wake the frozen (10 s after it froze, as is promised) or start the killed anew."""
-    if blow == signal.SIGKILL:
-        mesh.roles[name].process.wait(5)
-        await mesh.start_worker(name, name.partition("-")[0], folder, *WORKER_FLAGS)
-    else:
-        old = mesh.beat_of(name).worker
+    if blow == signal.SIGSTOP:
         await asyncio.sleep(10)  # the freeze itself, not a wait for a condition
-        mesh.roles[name].send(signal.SIGCONT)
-        async with asyncio.timeout(10):
-            while mesh.beat_of(name).worker == old:
-                await asyncio.sleep(0.02)
-    await mesh.until_ready(name)
+    await bring_back(mesh, victim, str(default_folder), *WORKER_FLAGS)
+    await mesh.until_idle()
 
 
 async def test_the_openai_client_streams_what_the_bus_gives(
