@@ -33,14 +33,17 @@ from infra.children import die_with
 from loadgen.chaos.answer import Answer, compare
 from loadgen.chaos.cases import Case, make_cases
 from loadgen.chaos.clients import NoResume, SseClient
+from loadgen.chaos.mesh import until
 from loadgen.chaos.report import ChaosReport, Tally
 from schemas.errors import ConfigError, MeshError
 
 VERBS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "term": signal.SIGTERM}
-READY_S = 120.0
+READY_S = 120.0  # for a server to start and to answer
+BACK_S = 20.0  # for one to mend itself
 END_S = 30.0
 _STAGGER_S = 0.4
 _LATE_S = 1.0
+_HALF_WAY = (0.1, 0.65)  # share of all tokens that came when the blow falls
 _CONTEXT_LENGTH = 2048
 _USUAL_CASES = ("greedy", "greedy-long", "greedy-n2")  # what servers without a seed can repeat
 
@@ -109,18 +112,24 @@ class Peer:
             self._wake(name)
         elif self._settings.restarts:
             await asyncio.to_thread(self._processes[name].wait, END_S)
-            recipe = self._recipes[name]
-            started = await asyncio.create_subprocess_exec(
-                *recipe.command,
-                env=recipe.environment,
-                cwd=recipe.folder,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.DEVNULL,
-                stderr=asyncio.subprocess.DEVNULL,
-                preexec_fn=die_with(os.getpid(), signal.SIGTERM),
-            )
-            self._started.append(started)
-            self._processes[name] = _process(name, started.pid)
+            await self.start_anew(name)
+
+    async def start_anew(self, name: str) -> None:
+        """As it was started before; one that lives still is killed."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self._processes[name].kill()
+        recipe = self._recipes[name]
+        started = await asyncio.create_subprocess_exec(
+            *recipe.command,
+            env=recipe.environment,
+            cwd=recipe.folder,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+            preexec_fn=die_with(os.getpid(), signal.SIGTERM),
+        )
+        self._started.append(started)
+        self._processes[name] = _process(name, started.pid)
 
     async def close(self) -> None:
         """Wake everybody; end what we started."""
@@ -161,7 +170,11 @@ async def run_peer_chaos(settings: PeerSettings, console: Console) -> ChaosRepor
         PeerFailed: there is nothing to compare with.
         ConfigError: a pid that nobody has.
     """
-    report = ChaosReport(engine=f"{settings.model} at {settings.url}", settings={})
+    told = {"url": settings.url, "model": settings.model, "streams": settings.num_streams,
+            "tokens": settings.num_tokens, "freeze_s": settings.freeze_s}  # fmt: skip
+    report = ChaosReport(
+        engine="peer", settings=told, title=f"chaos of {settings.model} at {settings.url}"
+    )
     client = SseClient(
         [settings.url], settings.model, NoResume(), stall_s=settings.timeout_s, is_mesh=False
     )
@@ -175,11 +188,32 @@ async def run_peer_chaos(settings: PeerSettings, console: Console) -> ChaosRepor
         for name, verb in itertools.islice(kinds, settings.count):
             tally = await _round(settings, client, peer, cases, rng, (name, verb))
             report.of(f"{verb}-{name}", verb).add(tally)
-            console.print(f"{verb} {name}: {msgspec.json.encode(tally.content()).decode()}")
-            if not await _until_back(client, next(iter(cases.values()))[0]):
-                report.notes.append(f"no answer any more after {verb} of {name}: run ended")
+            console.print(f"{verb} {name}: {tally.streams} streams, {tally.failed_requests} failed")
+            if not await _is_back(settings, client, peer, cases, (name, verb), report):
                 break
     return report
+
+
+async def _is_back(
+    settings: PeerSettings,
+    client: SseClient,
+    peer: Peer,
+    cases: dict[str, tuple[Case, Answer]],
+    what: tuple[str, str],
+    report: ChaosReport,
+) -> bool:
+    """Whether the server answers again, by itself or, if we may, with the struck process new."""
+    case = next(iter(cases.values()))[0]
+    name, verb = what
+    if await _until_back(client, case, BACK_S):
+        return True
+    report.notes.append(f"no answer within {BACK_S:.0f} s after {verb} of {name}")
+    if settings.restarts:
+        await peer.start_anew(name)
+        if await _until_back(client, case, READY_S):
+            return True
+    report.notes.append("no answer any more: run ended")
+    return False
 
 
 @asynccontextmanager
@@ -209,6 +243,7 @@ async def _undisturbed(settings: PeerSettings, client: SseClient) -> dict[str, t
 def as_counts(answer: Answer) -> Answer:
     """An answer of which only the number of token events counts: each becomes one character."""
     counted = Answer(answer.num_choices, request_id=answer.request_id, usage=answer.usage)
+    counted.num_events = answer.num_events
     counted.texts = ["." * count for count in answer.num_events]
     counted.reasons = answer.reasons
     counted.event_s, counted.error, counted.message = answer.event_s, answer.error, answer.message
@@ -245,7 +280,7 @@ async def _round(
     async with asyncio.TaskGroup() as tasks:
         for name, answer in zip(chosen, answers, strict=True):
             tasks.create_task(read(name, answer, rng.uniform(0, _STAGGER_S)))
-        await asyncio.sleep(rng.uniform(_STAGGER_S / 2, 2 * _STAGGER_S))
+        await _until_half_way(answers, sum(sum(cases[name][1].num_events) for name in chosen), rng)
         running = [answer for answer in answers if not answer.has_ended]
         struck_s = time.monotonic()
         peer.strike(*what)
@@ -259,11 +294,23 @@ async def _round(
     return tally
 
 
-async def _until_back(client: SseClient, case: Case) -> bool:
+async def _until_half_way(answers: list[Answer], num_tokens: int, rng: random.Random) -> None:
+    """Until between a tenth and two thirds of all tokens came."""
+    least = rng.uniform(*_HALF_WAY) * num_tokens
+
+    def is_there() -> bool:
+        return sum(sum(answer.num_events) for answer in answers) >= least or all(
+            answer.has_ended for answer in answers
+        )
+
+    await until(is_there, READY_S)
+
+
+async def _until_back(client: SseClient, case: Case, timeout_s: float) -> bool:
     """Wait until it answers again."""
-    ends_s = time.monotonic() + READY_S
+    ends_s = time.monotonic() + timeout_s
     while time.monotonic() < ends_s:
-        if (await _ask(client, case, READY_S / 8)).is_complete:
+        if (await _ask(client, case, timeout_s / 2)).is_complete:
             return True
         await asyncio.sleep(_STAGGER_S)
     return False

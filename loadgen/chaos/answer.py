@@ -26,7 +26,7 @@ class Answer:
     texts: list[str] = field(init=False)
     logprobs: list[list[Logprob]] = field(init=False)
     reasons: list[str] = field(init=False)
-    num_events: list[int] = field(init=False)  # that brought text
+    num_events: list[int] = field(init=False)  # that brought tokens
     is_counted: bool = False  # the texts are events, one character each
     usage: Usage | None = None
     is_complete: bool = False

@@ -155,7 +155,7 @@ class SseText:
         answer.request_id = answer.request_id or chunk.id.partition("-")[2]
         for choice in chunk.choices:
             answer.texts[choice.index] += choice.text
-            answer.num_events[choice.index] += bool(choice.text)
+            answer.num_events[choice.index] += choice.finish_reason is None or bool(choice.text)
             answer.reasons[choice.index] = choice.finish_reason or answer.reasons[choice.index]
             answer.event_s.append(now_s)
         if chunk.usage is not None:

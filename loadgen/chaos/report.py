@@ -85,6 +85,7 @@ class ChaosReport:
 
     engine: str
     settings: dict[str, Any]
+    title: str = ""
     by_fault: dict[str, Tally] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)  # fault -> kill, freeze, term, other
     at_end: Tally = field(default_factory=Tally)  # what belongs to no fault
@@ -125,7 +126,7 @@ class ChaosReport:
             "failed_requests": "failed", "hung_requests": "hung", "leaked_blocks": "blocks",
             "leaked_processes": "procs",
         }  # fmt: skip
-        table = Table(title=f"mesh chaos, {self.engine} engine", title_justify="left")
+        table = Table(title=self.title or f"mesh chaos, {self.engine} engine", title_justify="left")
         table.add_column("fault")
         for name in COUNTS:
             table.add_column(titles[name], justify="right")
