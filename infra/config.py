@@ -171,6 +171,10 @@ class WorkerConfig:
     max_num_sequences: int = setting(64, whole(1, 4096), "sequences in one running batch")
     max_batch_tokens: int = setting(512, whole(16, 65536), "tokens computed in one step")
     threads: int = setting(num_cores, whole(1, 1024), "threads of the engine; default: all cores")
+    max_step_s: float = setting(
+        60.0, number(0.1, 3600), "a step of the engine that takes longer counts as stuck: the "
+        "worker is not ready, and others go on with its requests",
+    )  # fmt: skip
     speed: float = setting(
         1.0, number(0.001, 1000), "simulated engine: times of the cost model are divided by this"
     )
@@ -214,6 +218,10 @@ class BridgeConfig:
     max_open_requests: int = setting(
         4096, whole(1, 1_000_000), "requests at once; more are refused with 429"
     )
+    max_waiting_deltas: int = setting(
+        4096, whole(16, 1_000_000), "pieces of one answer that may wait for a slow client; over "
+        "that it is cut and its request cancelled",
+    )  # fmt: skip
     request_timeout_s: float = setting(
         300.0, number(0.1, 780), "deadline of a request that names none"
     )

@@ -23,7 +23,14 @@ from infra.task_scope import task_scope
 from pipeline.prefix_hash import salt_of
 from schemas import subjects
 from schemas.codec import encode
-from schemas.errors import DeadlineExceeded, EngineFailed, MeshError, NoCapacity, QueueFull
+from schemas.errors import (
+    ContextTooLong,
+    DeadlineExceeded,
+    EngineFailed,
+    MeshError,
+    NoCapacity,
+    QueueFull,
+)
 from schemas.tokens import StreamEnd, TokenBatch, TokenDelta, Usage
 from workers.claims import Claimed, Claims
 from workers.engine.api import (
@@ -182,8 +189,9 @@ class Execution:
         except TimeoutError:
             busy = QueueFull(f"the engine did not answer in {_ADD_S:.0f} s")
             await self._abandon(claimed, busy)
-        except NoCapacity as error:
-            await self._abandon(claimed, EngineFailed(f"larger than the pool: {error.message}"))
+        except NoCapacity as error:  # admitted when there was no worker to ask, or a larger one
+            small = f"too long for this worker's memory: {error.message}"
+            await self._abandon(claimed, ContextTooLong(small, param="max_tokens"))
         except MeshError as error:
             await self._abandon(claimed, error)
         except Exception as error:  # a request that contradicts itself, or a bug: of this one only

@@ -18,6 +18,7 @@ from workers.engine.engine import Engine
 from workers.engine.thread import EngineThread
 from workers.kv.intake import KvIntake
 from workers.kv.leases import LeaseBook
+from workers.readiness import Readiness
 
 
 def _nobody(report: StepReport) -> None:
@@ -30,6 +31,8 @@ class Host:
 
     ``listener`` gets its reports on the event loop; ``load`` is how busy it was when last asked.
     """
+
+    readiness: Readiness
 
     engine: Engine
     thread: EngineThread
@@ -62,12 +65,14 @@ async def running_host(
 
     thread = EngineThread(engine, lambda report: host.listener(report), on_fatal)
     leases = LeaseBook()
+    door = PoolDoor(engine.pool, process, leases.may_read, log)
     host = Host(
         engine=engine,
         thread=thread,
         served=served,
         leases=leases,
-        door=PoolDoor(engine.pool, process, leases.may_read, log),
+        door=door,
+        readiness=Readiness(thread=thread, door=door),
         intake=KvIntake(thread, engine.pool, engine.info, metrics),
     )
     async with AsyncExitStack() as stack:

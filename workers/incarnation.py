@@ -38,7 +38,6 @@ from workers.host import Host
 from workers.offers import Offers, PoolFacts
 from workers.prefill import Prefill
 
-STUCK_S = 60.0  # a step that takes longer than this is not coming back
 _TOLD_S = 0.8  # of the grace time: when a drain gives back what has not ended
 _FLUSHED_S = 0.05  # of it: for the tokens written by then
 _GIVEN_BACK_S = 0.1  # of it: for the tasks that place requests again
@@ -109,6 +108,7 @@ class Incarnation:
             engine=info.kind,
             fingerprint=info.fingerprint,
             load=load,
+            max_sequence_tokens=info.max_sequence_tokens,
         )
 
     async def run(self) -> None:
@@ -175,6 +175,8 @@ class Incarnation:
     def _free_slots(self) -> int:
         """How many more sequences the engine would run: every one that is owed takes a place
         until it is held; so does every task that is being claimed."""
+        if not self._host.readiness.is_able:
+            return 0
         claiming = sum(stage.num_running for stage in self._stages)
         return self._config.max_num_sequences - self._num_busy - claiming
 
@@ -204,17 +206,16 @@ class Incarnation:
         self._changed.set()
 
     async def _watch(self) -> None:
-        """Notice our own absence: who was silent for ``dead_s`` has been declared dead."""
+        """Notice our own absence: who was silent for ``dead_s`` has been declared dead. With an
+        engine that is stuck we are as good as absent."""
         times = self._bus.times
         before_s = time.monotonic()
         while True:
             await asyncio.sleep(times.beat_s / 2)
             now_s = time.monotonic()
-            if now_s - before_s > times.dead_s:
+            if now_s - before_s > times.dead_s or self._host.readiness.is_engine_stuck:
                 self._fence()
             before_s = now_s
-            stuck = self._host.thread.is_stuck(STUCK_S)
-            self._ctx.health.set("engine", not stuck, f"no step ended for {STUCK_S:.0f} s")
             self._host.intake.prune()
 
     async def _audit_for_ever(self) -> None:
@@ -258,7 +259,7 @@ class Incarnation:
             if is_idle and not load.num_waiting and not self._claims.num_owed:
                 continue
             with contextlib.suppress(TimeoutError):  # a long step; the watchdog knows when too long
-                async with asyncio.timeout(STUCK_S):
+                async with asyncio.timeout(self._config.max_step_s):
                     self._host.load = await self._host.thread.call(lambda engine: engine.load())
 
     async def _until_drained_or_fenced(self) -> None:

@@ -13,6 +13,8 @@ import asyncio
 
 from infra.config import WorkerConfig
 from infra.process import RoleContext
+from infra.task_scope import task_scope
+from schemas.control import Beat
 from workers.factory import build_engine
 from workers.host import Host, running_host
 from workers.incarnation import Incarnation
@@ -32,8 +34,18 @@ async def serve_worker(ctx: RoleContext, config: WorkerConfig) -> None:
 
 async def serve(ctx: RoleContext, config: WorkerConfig, host: Host) -> None:
     """Be one worker after the other until the process drains."""
-    ctx.ready()
-    while not ctx.draining.is_set():
-        incarnation = Incarnation(ctx, config, host)
-        ctx.describe = incarnation.describe
-        await incarnation.run()
+    watch = host.readiness.watch(ctx.health, ctx.log, ctx.times, config.max_step_s)
+    async with task_scope() as tasks:
+        tasks.create_task(watch, name="readiness")
+        ctx.ready()
+        while not ctx.draining.is_set():
+            incarnation = Incarnation(ctx, config, host)
+            ctx.describe = incarnation.describe
+            await incarnation.run()
+            if host.readiness.is_engine_stuck and not ctx.draining.is_set():
+                ctx.describe = _nobody  # the id is given up, and there is no other yet
+                await host.readiness.until_engine_moves(ctx.draining, ctx.times)
+
+
+def _nobody(beat: Beat) -> Beat:
+    return beat

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import socket
 import struct
 import threading
@@ -76,6 +77,7 @@ class PoolDoor:
         self._name = name
         self._may_read = may_read
         self._log = log
+        self._knock = _Ask(f"knock-{secrets.token_hex(8)}", secrets.token_bytes(16))
 
     @property
     def address(self) -> str:
@@ -96,6 +98,17 @@ class PoolDoor:
                 while True:
                     guest = await self._accept(listener)
                     tasks.create_task(self._serve(guest))
+
+    async def knock(self) -> None:
+        """Be our own guest: whoever holds a lease would be let in now.
+
+        Raises:
+            KvLost: nobody answered within some seconds, or refused us.
+        """
+        await asyncio.to_thread(self._enter)
+
+    def _enter(self) -> None:
+        _open(self._name, self._name, self._knock).close()
 
     async def _accept(self, listener: socket.socket) -> socket.socket:
         while True:
@@ -123,7 +136,7 @@ class PoolDoor:
     def _answer(self, guest: socket.socket, data: bytes) -> bool:
         """Let the guest in or not; whether it was let in."""
         ask = msgspec.msgpack.decode(data, type=_Ask)
-        if not self._may_read(ask.lease_id, ask.secret):
+        if ask != self._knock and not self._may_read(ask.lease_id, ask.secret):
             guest.send(msgspec.msgpack.encode(_Grant(0, 0)))
             return False
         grant = _Grant(self._pool.num_blocks, self._pool.block_bytes)
@@ -227,7 +240,8 @@ class PoolReader:
             self._mapped.move_to_end(address)
         else:
             name = address.removeprefix(f"{SCHEME}{self._here}/")
-            self._mapped[address] = _open(name, handle)
+            ask = _Ask(handle.lease_id, handle.secret)
+            self._mapped[address] = _open(name, handle.owner, ask)
             if len(self._mapped) > _MAX_MAPPED:
                 self._unmap(next(iter(self._mapped)))
         return self._mapped[address].pool
@@ -256,31 +270,31 @@ def _copy(handle: KvHandle, source: SharedPool, into: SharedPool, slots: Sequenc
         raise KvLost(f"blocks of lease {lease} have another checksum")
 
 
-def _open(name: str, handle: KvHandle) -> _Mapped:
+def _open(name: str, owner: str, ask: _Ask) -> _Mapped:
     """Ask a door for its pool."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.settimeout(_ANSWER_S)
         connection.connect(f"\0mesh-kv/{name}")
-        connection.send(msgspec.msgpack.encode(_Ask(handle.lease_id, handle.secret)))
-        pool = _receive_pool(connection, handle)
+        connection.send(msgspec.msgpack.encode(ask))
+        pool = _receive_pool(connection, owner, ask)
         connection.setblocking(False)
     except (OSError, ValueError) as error:
         connection.close()
-        raise KvLost(f"the pool of {handle.owner} can't be reached: {error}") from error
+        raise KvLost(f"the pool of {owner} can't be reached: {error}") from error
     except BaseException:
         connection.close()
         raise
     return _Mapped(connection, pool)
 
 
-def _receive_pool(connection: socket.socket, handle: KvHandle) -> SharedPool:
+def _receive_pool(connection: socket.socket, owner: str, ask: _Ask) -> SharedPool:
     data, descriptors, _, _ = socket.recv_fds(connection, _MAX_MESSAGE, 1, socket.MSG_CMSG_CLOEXEC)
     if not descriptors:
-        raise KvLost(f"{handle.owner} gives nothing for lease {handle.lease_id}")
+        raise KvLost(f"{owner} gives nothing for lease {ask.lease_id}")
     try:
         grant = msgspec.msgpack.decode(data, type=_Grant)
     except msgspec.MsgspecError as error:
         os.close(descriptors[0])
-        raise KvLost(f"{handle.owner} gives no pool: {error}") from error
+        raise KvLost(f"{owner} gives no pool: {error}") from error
     return SharedPool(grant.num_blocks, grant.block_bytes, fd=descriptors[0])

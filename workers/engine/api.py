@@ -112,6 +112,13 @@ class EngineInfo:
     block_bytes: int
     fingerprint: str  # readers of our blocks must have the same
 
+    @property
+    def max_sequence_tokens(self) -> int:
+        """How long prompt and answer of any one request may be. A block is set aside: choices of
+        one request that part in the middle of a block each get a copy of it."""
+        most = max(self.num_blocks - 1, 1) * self.block_size
+        return min(self.context_length, most)
+
 
 class EngineApi(Protocol):
     """What a worker service needs, called by way of :class:`workers.engine.thread.EngineThread`."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from infra.metrics import Metrics
 from infra.transport.handover import PoolReader
 from infra.transport.shm import SharedPool
-from schemas.errors import EngineFailed, KvLost, MeshError, NoCapacity
+from schemas.errors import ContextTooLong, EngineFailed, KvLost, MeshError, NoCapacity
 from schemas.kv import KvHandle
 from workers.engine.api import EngineApi, EngineInfo
 from workers.engine.thread import EngineThread
@@ -41,7 +41,7 @@ class Arrival:
 
         Raises:
             KvLost: they can't be, or hold what they should not; see :meth:`PoolReader.read`.
-            EngineFailed: our pool is too small for them.
+            ContextTooLong: our pool is too small for them.
         """
         if self._copy.done():  # as a rule: the claim took longer
             self._copy.result()
@@ -81,7 +81,7 @@ class KvIntake:
             is_small = len(blocks) * self._memory.block_bytes <= AT_ONCE_BYTES
             if is_small and self._read(handle, blocks, at_once=True):
                 return Arrival(blocks=blocks, num_tokens=handle.num_tokens, _copy=_ended(None))
-        except (KvLost, EngineFailed) as error:
+        except (KvLost, ContextTooLong) as error:
             return Arrival(blocks=blocks, num_tokens=handle.num_tokens, _copy=_ended(error))
         copy = self._thread.submit(self._read, handle, blocks)
         self._copies[key] = copy
@@ -127,7 +127,8 @@ class KvIntake:
         if reserved is None:
             raise NoCapacity("no room in the KV pool now")
         if isinstance(reserved, NoCapacity):
-            raise EngineFailed(f"larger than the pool: {reserved.message}") from reserved
+            small = f"too long for this worker's memory: {reserved.message}"
+            raise ContextTooLong(small, param="max_tokens") from reserved
         return reserved
 
     def _read(self, handle: KvHandle, blocks: tuple[int, ...], *, at_once: bool = False) -> bool:
