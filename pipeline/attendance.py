@@ -78,9 +78,7 @@ class Attendance:
         bridge = subjects.bridge_of(holding.reader)
         if bridge is None:
             return math.inf
-        return max(
-            self._bridges.get(bridge, -math.inf), self._adoptions.last_s(holding.request_id)
-        )
+        return max(self._bridges.get(bridge, -math.inf), self._adoptions.last_s(holding.request_id))
 
     def forget(self, now_s: float) -> None:
         """Drop what is older than the window: it says no more than silence does."""

@@ -2,8 +2,10 @@
 
 Consumes   HTTP
            mesh.v1.live.token-stream.bridge.<process>.> tokens and ends, through MeshClient
+           mesh.v1.adopt.*                              Adopt: what other bridges read on
 Publishes  mesh.v1.admission.<model>                     InferenceRequest
-           mesh.v1.token-stream.bridge.<name>.claim.<id> Cancelled, when a client leaves
+           mesh.v1.token-stream.bridge.<process>.claim.<id> Cancelled, when a client leaves
+           mesh.v1.adopt.<process>                       Adopt: what is read on here
 Keeps      open connections; nothing that another bridge would need
 Twice?     every HTTP request gets a request id of its own; a client that repeats, pays twice
 Fails      MeshError -> its HTTP status, or an error event once the answer has begun
@@ -12,8 +14,10 @@ Fails      MeshError -> its HTTP status, or an error event once the answer has b
 from __future__ import annotations
 
 import asyncio
-from urllib.parse import urlsplit
+import contextlib
+from collections.abc import Sequence
 
+from infra.bus import Msg
 from infra.config import BridgeConfig
 from infra.http_server import http_server
 from infra.process import RoleContext
@@ -22,8 +26,13 @@ from pipeline.bridge.endpoints import Services
 from pipeline.bridge.limits import Limits
 from pipeline.bridge.listener import listen
 from pipeline.bridge.routes import Bridge
+from pipeline.bridge.windows import Windows
 from pipeline.client import MeshClient
 from pipeline.registry import Registry
+from schemas import subjects
+from schemas.codec import decode, encode
+from schemas.control import Adopt
+from schemas.errors import SchemaError
 
 _CUT_SHARE = 0.8  # of the grace time; the rest is for error events and cancels to leave
 
@@ -49,8 +58,10 @@ async def serve_bridge(ctx: RoleContext, config: BridgeConfig) -> None:
     with listen(config.host, config.port, limits.stall_s) as bound:
         registry = Registry(ctx.bus)
         await registry.start()
-        user = urlsplit(config.bus.url(ctx.kind)).username or ctx.kind
-        async with MeshClient(ctx.bus, user=user, name=ctx.process) as client:
+        async with MeshClient(
+            ctx.bus, user=ctx.kind, name=ctx.process, max_waiting=config.max_waiting_deltas
+        ) as client:
+            windows = await open_windows(ctx, client, config)
             services = Services(
                 client=client,
                 models=registry,
@@ -58,10 +69,12 @@ async def serve_bridge(ctx: RoleContext, config: BridgeConfig) -> None:
                 log=ctx.log,
                 now_unix_ms=ctx.bus.now_unix_ms,
                 limits=limits,
+                windows=windows,
             )
             bridge = Bridge(ctx.process, ctx.health, services)
             async with task_scope() as tasks:
                 tasks.create_task(registry.run(), name="registry")
+                tasks.create_task(windows.run(), name="resume windows")
                 async with http_server(bridge, bound, drain_s=config.grace_s):
                     host, port = bound.getsockname()[:2]
                     ctx.log.info("bridge_listening", host=host, port=port)
@@ -69,6 +82,25 @@ async def serve_bridge(ctx: RoleContext, config: BridgeConfig) -> None:
                     await ctx.draining.wait()
                     bridge.drain()
                     tasks.create_task(_cut_later(bridge, _CUT_SHARE * config.grace_s), name="cut")
+
+
+async def open_windows(ctx: RoleContext, client: MeshClient, config: BridgeConfig) -> Windows:
+    """The requests without a client of their own, told of what other bridges adopt."""
+
+    async def announce(request_ids: Sequence[str]) -> None:
+        adopt = Adopt(process=ctx.process, request_ids=tuple(request_ids))
+        await ctx.bus.publish(subjects.adopt(ctx.process), encode(adopt))
+
+    windows = Windows(
+        announce, client.cancel, ctx.times, ctx.log, max_waiting=config.max_open_requests
+    )
+
+    def hear(message: Msg) -> None:
+        with contextlib.suppress(SchemaError):  # a newer peer's
+            windows.hear(decode(message.data, Adopt).request_ids)
+
+    await ctx.bus.subscribe(subjects.ALL_ADOPTIONS, hear)
+    return windows
 
 
 async def _cut_later(bridge: Bridge, after_s: float) -> None:

@@ -16,7 +16,7 @@ from infra.failure import first_mesh_error
 from infra.task_scope import task_scope
 from pipeline.bridge.answers import error_answer
 from pipeline.bridge.errors import BodyTooSlow, ClientLeft, MethodNotAllowed, ShuttingDown
-from schemas.errors import DeadlineExceeded, MeshError, PayloadTooLarge
+from schemas.errors import DeadlineExceeded, MeshError, PayloadTooLarge, ReaderTooSlow
 
 Header = tuple[bytes, bytes]
 FailureEvent = Callable[[MeshError], bytes]
@@ -29,6 +29,7 @@ _STREAM: tuple[Header, ...] = (
 )
 _MAX_LABEL = 128
 _LAST_WORD_S = 1.0  # for the error event to leave
+_SLOW_WORD_S = 30.0
 _encode = msgspec.json.Encoder().encode
 
 
@@ -42,11 +43,15 @@ class Call:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
+        self.query: bytes = scope.get("query_string", b"")
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.started_s = time.perf_counter()
         self.status = 0
         self.is_stream = False
         self.facts: dict[str, Any] = {}
+        self.tenant = ""  # all callers are one, there being no API keys yet
+        self.is_resumed = False  # the answer began elsewhere, or before
+        self.answer_headers: list[Header] = []  # beside those that every answer has
         self.label = _label(self.headers.get(b"x-request-id", b""))
         self.request_id = ""
         self._is_complete = False
@@ -165,8 +170,10 @@ class Call:
         if self.status == 0:
             await self._refuse(error, retry_after_s)
         elif self._failure_event is not None and not self._is_complete:
+            # A slow reader gets it behind all that is on its way to it.
+            patience_s = _SLOW_WORD_S if isinstance(error, ReaderTooSlow) else _LAST_WORD_S
             with contextlib.suppress(TimeoutError):  # it does not read: nothing can be told
-                async with asyncio.timeout(_LAST_WORD_S):
+                async with asyncio.timeout(patience_s):
                     await self.write(self._failure_event(error), last=True)
 
     async def _refuse(self, error: MeshError, retry_after_s: int) -> None:
@@ -193,6 +200,7 @@ class Call:
                 "status": status,
                 "headers": [
                     *headers,
+                    *self.answer_headers,
                     *(pair for pair in named if pair[1]),
                     (b"openai-processing-ms", b"%d" % (self.age_s * 1000)),
                 ],

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,10 +16,13 @@ from infra.metrics import Metrics
 from pipeline.bridge.answers import Gathered, Identity
 from pipeline.bridge.call import Call
 from pipeline.bridge.convert import Arrival, chat_requests, completion_requests, parse
+from pipeline.bridge.errors import ClientLeft, ShuttingDown
 from pipeline.bridge.generate import Generation, StreamedAnswer
 from pipeline.bridge.limits import Limits
+from pipeline.bridge.note import ReaderNote
 from pipeline.bridge.ports import Client, Models
 from pipeline.bridge.sse import ChatEvents, CompletionEvents, Events, StreamForm
+from pipeline.bridge.windows import Windows
 from schemas.errors import InvalidRequest, MeshError, ModelNotFound
 from schemas.openai import ChatBody, CompletionBody, GenerationBody, StreamOptions
 from schemas.requests import InferenceRequest
@@ -25,12 +30,15 @@ from schemas.tokens import TokenDelta, Usage
 
 DEADLINE = b"x-mesh-deadline-ms"
 EVENT_IDS = b"x-mesh-event-ids"
+RESUME_WINDOW = b"x-mesh-resume-window"
+_SECONDS = re.compile(rb"[0-9]{1,9}(\.[0-9]{1,9})?\Z")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
     """What differs between chat and completions."""
 
+    name: str  # in a ``ReaderNote``
     path: str
     id_prefix: str
     body: type[Any]
@@ -40,6 +48,7 @@ class Endpoint:
 
 
 CHAT = Endpoint(
+    name="chat",
     path="/v1/chat/completions",
     id_prefix="chatcmpl-",
     body=ChatBody,
@@ -48,6 +57,7 @@ CHAT = Endpoint(
     whole=Gathered.chat,
 )
 COMPLETIONS = Endpoint(
+    name="completions",
     path="/v1/completions",
     id_prefix="cmpl-",
     body=CompletionBody,
@@ -55,6 +65,7 @@ COMPLETIONS = Endpoint(
     events=CompletionEvents,
     whole=Gathered.completion,
 )
+ENDPOINTS = {one.name: one for one in (CHAT, COMPLETIONS)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +78,46 @@ class Services:
     log: Logger
     now_unix_ms: Callable[[], int]
     limits: Limits
+    windows: Windows
+
+
+def identity_of(note: ReaderNote, request_id: str, generation: Generation) -> Identity:
+    """What every event says of its stream."""
+    return Identity(
+        id=ENDPOINTS[note.endpoint].id_prefix + request_id,
+        created=note.created_unix_s,
+        model=note.model,
+        fingerprint=generation.accepted[0].revision,
+    )
+
+
+def events_of(
+    note: ReaderNote,
+    request_id: str,
+    generation: Generation,
+    *,
+    event_ids: bool,
+    after_event: int = 0,
+) -> Events:
+    """The events of an open ``generation``: the same for all who know the note.
+
+    Raises:
+        InvalidRequest: the note names an endpoint that we don't have.
+    """
+    endpoint = ENDPOINTS.get(note.endpoint)
+    if endpoint is None:
+        raise InvalidRequest(f"no endpoint is called {note.endpoint[:64]!r}", param="request_id")
+    return endpoint.events(
+        identity_of(note, request_id, generation),
+        StreamForm(
+            include_usage=note.include_usage,
+            continuous_usage=note.continuous_usage,
+            event_ids=event_ids,
+        ),
+        prompt_tokens=generation.prompt_tokens,
+        echoes=generation.echoes,
+        after_event=after_event,
+    )
 
 
 class Generator:
@@ -87,21 +138,69 @@ class Generator:
         body: GenerationBody = parse(data, self._endpoint.body)
         left_s = self._left_s(call)
         deadline_unix_ms = self._services.now_unix_ms() + int(left_s * 1000)
+        window_s = self._window_s(call)
         arrival = Arrival(deadline_unix_ms=deadline_unix_ms, label=call.label)
         requests = self._endpoint.requests(body, arrival)
-        self._note(call, body, requests)
+        self._describe(call, body, requests)
         if self._services.models.get(body.model) is None:
             raise ModelNotFound(f"no model is called {body.model!r}", param="model")
-        generation = Generation(self._services.client, requests)
-        reason = ""
+        note = self._note(body, len(requests))
+        generation = self._generation(requests, note)
+        ending: MeshError | None = None
         try:
-            work = self._generate(call, body, generation)
+            work = self._generate(call, body, note, generation)
             await call.attended(work, left_s + self._limits.late_s)
         except MeshError as error:
-            reason = error.message
+            ending = error
             raise
         finally:
-            await generation.close(reason, self._services.log)
+            reason = ending.message if ending else ""
+            keeps = partial(self._keeps, call, ending, window_s)
+            await generation.close(reason, keeps, self._services.log)
+
+    def _note(self, body: GenerationBody, num_prompts: int) -> ReaderNote:
+        options = body.stream_options or StreamOptions()
+        return ReaderNote(
+            endpoint=self._endpoint.name,
+            model=body.model,
+            created_unix_s=int(time.time()),
+            num_prompts=num_prompts,
+            include_usage=bool(options.include_usage),
+            continuous_usage=bool(options.continuous_usage_stats),
+        )
+
+    def _generation(self, requests: Sequence[InferenceRequest], note: ReaderNote) -> Generation:
+        packed, submit = note.packed(), self._services.client.submit
+        noted = [msgspec.structs.replace(request, reader_note=packed) for request in requests]
+        return Generation([partial(submit, request) for request in noted], noted[0].sampling.n)
+
+    def _keeps(
+        self, call: Call, ending: MeshError | None, window_s: float, request_id: str
+    ) -> bool:
+        """Whether a request whose answer broke off may run on: its client asked for that, or
+        somebody else reads it. A client that was told no id can't come back."""
+        if not call.status or not isinstance(ending, ClientLeft | ShuttingDown):
+            return False
+        windows = self._services.windows
+        if not window_s and windows.is_adopted(request_id):
+            window_s = windows.longest_s
+        if not window_s:
+            return False
+        # At a shutdown nobody would look after it here; the control process does.
+        return isinstance(ending, ShuttingDown) or windows.wait_for_client(request_id, window_s)
+
+    def _window_s(self, call: Call) -> float:
+        """For how long the request runs on without its client; the answer says it, as it may be
+        less than was asked for."""
+        given = call.headers.get(RESUME_WINDOW)
+        if given is None:
+            return 0.0
+        if not _SECONDS.match(given):
+            name = RESUME_WINDOW.decode()
+            raise InvalidRequest(f"{name} is no number of seconds", param=name)
+        window_s = min(float(given), self._services.windows.longest_s)
+        call.answer_headers.append((RESUME_WINDOW, f"{window_s:g}".encode()))
+        return window_s
 
     def _left_s(self, call: Call) -> float:
         given = call.headers.get(DEADLINE)
@@ -113,43 +212,27 @@ class Generator:
         return min(int(given) / 1000, self._limits.max_deadline_s)
 
     @staticmethod
-    def _note(call: Call, body: GenerationBody, requests: Sequence[InferenceRequest]) -> None:
+    def _describe(call: Call, body: GenerationBody, requests: Sequence[InferenceRequest]) -> None:
         call.request_id = requests[0].request_id
         call.facts |= {"model": body.model, "prompts": len(requests), "n": requests[0].sampling.n}
 
-    async def _generate(self, call: Call, body: GenerationBody, generation: Generation) -> None:
+    async def _generate(
+        self, call: Call, body: GenerationBody, note: ReaderNote, generation: Generation
+    ) -> None:
         await generation.open(self._limits.accept_s)
         call.facts["prompt_tokens"] = generation.prompt_tokens
-        about = Identity(
-            id=self._endpoint.id_prefix + call.request_id,
-            created=int(time.time()),
-            model=body.model,
-            fingerprint=generation.accepted[0].revision,
-        )
         if body.stream:
-            await self._stream(call, about, body.stream_options or StreamOptions(), generation)
+            await self._stream(call, note, generation)
         else:
-            await self._whole(call, about, generation)
-        usage, reasons = generation.usage, generation.reasons
-        call.facts |= {
-            "completion_tokens": usage.completion_tokens,
-            "cached_tokens": usage.cached_tokens,
-            "finish_reason": "length" if "length" in reasons else "stop",
-        }
+            await self._whole(call, identity_of(note, call.request_id, generation), generation)
+        call.facts |= generation.facts
 
-    async def _stream(
-        self, call: Call, about: Identity, options: StreamOptions, generation: Generation
-    ) -> None:
-        events = self._endpoint.events(
-            about,
-            StreamForm(
-                include_usage=bool(options.include_usage),
-                continuous_usage=bool(options.continuous_usage_stats),
-                event_ids=call.headers.get(EVENT_IDS, b"0") not in (b"0", b"false"),
-            ),
-            prompt_tokens=generation.prompt_tokens,
-            echoes=generation.echoes,
-        )
+    async def _stream(self, call: Call, note: ReaderNote, generation: Generation) -> None:
+        """Event ids are left out unless asked for: there are readers that take each event for one
+        ``data:`` line."""
+        wants_ids = call.headers.get(EVENT_IDS, b"0") not in (b"0", b"false")
+        may_resume = RESUME_WINDOW in call.headers
+        events = events_of(note, call.request_id, generation, event_ids=wants_ids or may_resume)
         await StreamedAnswer(
             call,
             generation,

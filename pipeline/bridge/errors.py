@@ -23,6 +23,14 @@ class MethodNotAllowed(InvalidRequest):
         self.allowed = allowed
 
 
+class RequestNotFound(InvalidRequest):
+    """No such request is known to whoever asks: none was made, it is another tenant's, or it is
+    older than what streams keep."""
+
+    code = "request_not_found"
+    http_status = 404
+
+
 class BodyTooSlow(InvalidRequest):
     """The body did not arrive in time."""
 

@@ -15,12 +15,12 @@ from infra.failure import first_mesh_error
 from infra.log import Logger
 from infra.metrics import Metrics
 from pipeline.bridge.call import Call
-from pipeline.bridge.ports import Client, Stream
+from pipeline.bridge.ports import Stream
 from pipeline.bridge.sse import KEEP_ALIVE, Events
 from schemas.errors import MeshError, NoCapacity
-from schemas.requests import InferenceRequest
 from schemas.tokens import Accepted, StreamEnd, TokenDelta, Usage
 
+Opener = Callable[[], Awaitable[Stream]]
 Sink = Callable[[int, Sequence[TokenDelta]], Awaitable[None]]
 
 
@@ -41,22 +41,26 @@ async def together(jobs: Sequence[Coroutine[Any, Any, None]]) -> None:
 
 
 class Generation:
-    """The token streams of one HTTP request. Close it in any case."""
+    """The token streams of one HTTP request. Close it in any case.
 
-    def __init__(self, client: Client, requests: Sequence[InferenceRequest]) -> None:
-        self._client = client
-        self._requests = requests
+    Args:
+        openers: one per prompt: what begins its stream.
+        n: choices of each prompt.
+    """
+
+    def __init__(self, openers: Sequence[Opener], n: int) -> None:
+        self._openers = openers
         self._streams: dict[int, Stream] = {}  # by prompt
         self._accepted: dict[int, Accepted] = {}
-        self.n = requests[0].sampling.n
+        self.n = n
 
     @property
     def num_prompts(self) -> int:
         """How many prompts, and so token streams, there are."""
-        return len(self._requests)
+        return len(self._openers)
 
     async def open(self, timeout_s: float) -> None:
-        """Submit all requests and wait until admission has accepted them.
+        """Begin all streams and wait until admission has accepted their requests.
 
         Raises:
             NoCapacity: admission did not decide within ``timeout_s``.
@@ -69,7 +73,7 @@ class Generation:
             raise NoCapacity(f"admission did not answer within {timeout_s:g} s") from None
 
     async def _open_one(self, prompt: int) -> None:
-        stream = await self._client.submit(self._requests[prompt])
+        stream = await self._openers[prompt]()
         self._streams[prompt] = stream
         self._accepted[prompt] = await stream.accepted()
 
@@ -123,15 +127,32 @@ class Generation:
             cached_tokens=sum(usage.cached_tokens for usage in usages),
         )
 
-    async def close(self, reason: str, log: Logger) -> None:
-        """Let go of all streams; what has not ended is cancelled, for ``reason`` if there is one.
+    @property
+    def facts(self) -> dict[str, Any]:
+        """For the request's log line; complete after :meth:`run`."""
+        usage = self.usage
+        return {
+            "completion_tokens": usage.completion_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "finish_reason": "length" if "length" in self.reasons else "stop",
+        }
+
+    async def close(self, reason: str, keeps: Callable[[str], bool], log: Logger) -> None:
+        """Let go of all streams. What has not ended is cancelled, for ``reason`` if there is one,
+        unless ``keeps`` says of its request id that it may run on.
 
         A bus that is away can't be told: the requests then end at their deadline.
         """
-        await together([self._close_one(one, reason, log) for one in self._streams.values()])
+        jobs = [self._close_one(one, reason, keeps, log) for one in self._streams.values()]
+        await together(jobs)
 
     @staticmethod
-    async def _close_one(stream: Stream, reason: str, log: Logger) -> None:
+    async def _close_one(
+        stream: Stream, reason: str, keeps: Callable[[str], bool], log: Logger
+    ) -> None:
+        if stream.end is None and keeps(stream.request_id):
+            stream.leave()
+            return
         try:
             if reason and stream.end is None:
                 await stream.cancel(reason)
@@ -141,7 +162,12 @@ class Generation:
 
 
 class StreamedAnswer:
-    """Writes events as their tokens come."""
+    """Writes events as their tokens come.
+
+    Args:
+        metrics: where the pace of tokens is noted; None for a stream that is resumed, whose pace
+            says nothing of the mesh.
+    """
 
     def __init__(
         self,
@@ -149,7 +175,7 @@ class StreamedAnswer:
         generation: Generation,
         events: Events,
         *,
-        metrics: Metrics,
+        metrics: Metrics | None,
         keep_alive_s: float,
     ) -> None:
         self._call = call
@@ -185,14 +211,18 @@ class StreamedAnswer:
         if not data:
             return
         await self._call.write(data)
-        self._last_write_s = now_s = time.perf_counter()
+        self._last_write_s = time.perf_counter()
+        if self._metrics is not None:
+            self._note_pace(self._metrics, first, self._last_write_s)
+
+    def _note_pace(self, metrics: Metrics, first: int, now_s: float) -> None:
         before_s = self._last_token_s.get(first)
         if before_s is not None:
-            self._metrics.itl_seconds.observe(now_s - before_s)
+            metrics.itl_seconds.observe(now_s - before_s)
         elif not self._last_token_s:
             ttft_s = now_s - self._call.started_s
             self._call.facts["ttft_ms"] = round(ttft_s * 1000, 3)
-            self._metrics.ttft_seconds.observe(ttft_s)
+            metrics.ttft_seconds.observe(ttft_s)
         self._last_token_s[first] = now_s
 
     async def _keep_alive(self) -> None:

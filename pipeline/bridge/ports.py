@@ -7,15 +7,20 @@ their own.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from schemas.models import ModelCard
-from schemas.requests import InferenceRequest
+from schemas.requests import InferenceRequest, RequestRecord
 from schemas.tokens import Accepted, StreamEnd, TokenDelta
 
 
 class Stream(Protocol):
     """The tokens of one request."""
+
+    @property
+    def request_id(self) -> str:
+        """Of its request."""
 
     @property
     def end(self) -> StreamEnd | None:
@@ -30,6 +35,9 @@ class Stream(Protocol):
     async def cancel(self, reason: str = "") -> None:
         """End the request wherever it is."""
 
+    def leave(self) -> None:
+        """Stop reading; the request runs on."""
+
     async def aclose(self) -> None:
         """Stop reading; cancels a request that has not ended."""
 
@@ -39,6 +47,15 @@ class Client(Protocol):
 
     async def submit(self, request: InferenceRequest) -> Stream:
         """Publish ``request``. Raises BusUnavailable or PayloadTooLarge."""
+
+    async def record(self, request_id: str) -> tuple[int, RequestRecord] | None:
+        """What admission wrote of a request, and where in the stream. Raises SchemaError for what
+        can be no id, and BusUnavailable."""
+
+    def resume(
+        self, request_id: str, *, reader: str, start_seq: int
+    ) -> AbstractAsyncContextManager[Stream]:
+        """Read what ``reader`` submitted, from its first token on, beside others."""
 
 
 class Models(Protocol):

@@ -10,8 +10,9 @@ from starlette.types import Receive, Scope, Send
 from infra.health import Health, health_app
 from pipeline.bridge.answers import model_list, model_object
 from pipeline.bridge.call import Call
-from pipeline.bridge.endpoints import CHAT, COMPLETIONS, Generator, Services
+from pipeline.bridge.endpoints import ENDPOINTS, Generator, Services
 from pipeline.bridge.errors import ClientLeft, MethodNotAllowed, ShuttingDown, UnknownPath
+from pipeline.bridge.resume import PREFIX, SUFFIX, Resumer
 from schemas.errors import MeshError, ModelNotFound, QueueFull, RequestCancelled
 
 Handler = Callable[[Call], Awaitable[None]]
@@ -19,7 +20,6 @@ Handler = Callable[[Call], Awaitable[None]]
 _MODELS = "/v1/models"
 _OPERATIONS = ("/health", "/ready", "/metrics")
 _READ = ("GET", "HEAD")
-_ENDPOINTS = (CHAT, COMPLETIONS)
 
 
 class Bridge:
@@ -33,8 +33,11 @@ class Bridge:
         self._open: set[Call] = set()
         self._routes: dict[str, tuple[tuple[str, ...], Handler]] = {
             _MODELS: (_READ, self._list_models),
-            **{one.path: (("POST",), Generator(one, services).answer) for one in _ENDPOINTS},
+            **{
+                one.path: (("POST",), Generator(one, services).answer) for one in ENDPOINTS.values()
+            },
         }
+        self._resumer = Resumer(services)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request; websockets are refused."""
@@ -101,7 +104,7 @@ class Bridge:
 
     def _record(self, call: Call, outcome: str) -> None:
         self._services.metrics.requests_ended.labels(outcome).inc()
-        if call.request_id:
+        if call.request_id and not call.is_resumed:
             self._services.metrics.e2e_seconds.observe(call.age_s)
         self._services.log.info(
             "request_ended",
@@ -122,6 +125,8 @@ class Bridge:
         methods, handler = self._routes.get(call.path, ((), None))
         if handler is None and call.path.startswith(_MODELS + "/"):
             methods, handler = _READ, self._show_model
+        if handler is None and call.path.startswith(PREFIX) and call.path.endswith(SUFFIX):
+            methods, handler = ("GET",), self._resumer.answer
         if handler is None:
             raise UnknownPath(f"no such address: {call.path[:200]}")
         if call.method not in methods:

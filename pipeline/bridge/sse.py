@@ -4,6 +4,9 @@ What is the same in every event of a choice is built once; for a plain token onl
 encoded in between. Per choice: an opening (the role, or the echoed prompt) together with the
 first token, one event per delta that has text or logprobs, and exactly one event with a finish
 reason. Nothing here does I/O.
+
+The events of one request are a function of its token stream alone, so every bridge writes the same
+ones under the same numbers. Only what a bridge says for itself, an error, has no number.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from msgspec import UNSET, UnsetType
 
 from pipeline.bridge.answers import Identity, error_answer, known_reason, usage_block
 from pipeline.bridge.logprobs import chat_logprobs, completion_logprobs
-from schemas.errors import MeshError
+from schemas.errors import InvalidRequest, MeshError
 from schemas.openai import (
     ChatChunk,
     ChunkChoice,
@@ -56,17 +59,25 @@ class Events(ABC):
     Args:
         prompt_tokens: of all prompts, for the usage so far.
         echoes: per choice, text that goes in front; "" for none.
+        after_event: events up to this number are made and left out: the client has them.
     """
 
     def __init__(
-        self, identity: Identity, form: StreamForm, *, prompt_tokens: int, echoes: Sequence[str]
+        self,
+        identity: Identity,
+        form: StreamForm,
+        *,
+        prompt_tokens: int,
+        echoes: Sequence[str],
+        after_event: int = 0,
     ) -> None:
         self.identity = identity
         self.form = form
         self.num_events = 0
+        self._after_event = after_event
         self._usage = Usage(prompt_tokens=prompt_tokens, completion_tokens=0)
         self._echoes = echoes
-        self._is_plain = not (form.continuous_usage or form.event_ids)
+        self._is_plain = not (form.event_ids or after_event)
         self._heads: list[bytes] = [b""] * len(echoes)  # filled when a choice opens
         self._tail = b""
         self._finished = [False] * len(echoes)
@@ -74,12 +85,20 @@ class Events(ABC):
     def delta(self, choice: int, delta: TokenDelta) -> bytes:
         """The events of one delta, maybe none. A choice that has its finish reason gets no more."""
         head = self._heads[choice]
-        if head and self._is_plain and delta.finish_reason is None and delta.logprobs is None:
-            if not delta.text or self._finished[choice]:
-                return b""
-            self.num_events += 1
-            return head + _encode(delta.text) + self._tail
-        return self._any_delta(choice, delta)
+        if (
+            not head
+            or delta.finish_reason is not None
+            or delta.logprobs is not None
+            or self.form.continuous_usage
+        ):
+            return self._any_delta(choice, delta)
+        if not delta.text or self._finished[choice]:
+            return b""
+        data = head + _encode(delta.text) + self._tail
+        if not self._is_plain:
+            return self._numbered(data)
+        self.num_events += 1
+        return data
 
     def _any_delta(self, choice: int, delta: TokenDelta) -> bytes:
         if self._finished[choice]:
@@ -119,6 +138,9 @@ class Events(ABC):
 
         ``reasons`` has one finish reason per choice; choices that got theirs before stay as they
         are. Then the usage chunk, if asked for, and ``[DONE]``.
+
+        Raises:
+            InvalidRequest: there is no event of the number ``after_event``.
         """
         parts = []
         for choice, reason in enumerate(reasons):
@@ -126,17 +148,26 @@ class Events(ABC):
                 parts += [self._open(choice), self._close(choice, reason)]
         if self.form.include_usage:
             parts.append(self._event(self._last(usage_block(usage))))
+        if self._after_event > self.num_events:
+            raise InvalidRequest(
+                f"this stream has {self.num_events} events, none is number {self._after_event}",
+                param="last_event_id",
+            )
         return b"".join([*parts, DONE])
 
     def failure(self, error: MeshError) -> bytes:
-        """What a client gets when a stream that has begun fails; no ``[DONE]`` follows."""
-        return self._event(error_answer(error))
+        """What a client gets when a stream that has begun fails; no ``[DONE]`` follows, and no
+        number: a client that resumes goes on after the last event of the stream itself."""
+        return b"data: " + _encode(error_answer(error)) + b"\n\n"
 
     def _event(self, data: msgspec.Struct) -> bytes:
+        return self._numbered(b"data: " + _encode(data) + b"\n\n")
+
+    def _numbered(self, data: bytes) -> bytes:
         self.num_events += 1
-        if self.form.event_ids:
-            return b"id: %d\ndata: %b\n\n" % (self.num_events, _encode(data))
-        return b"data: " + _encode(data) + b"\n\n"
+        if self.num_events <= self._after_event:
+            return b""
+        return b"id: %d\n%b" % (self.num_events, data) if self.form.event_ids else data
 
     @property
     def _usage_now(self) -> UsageBlock | UnsetType | None:
@@ -193,9 +224,17 @@ class CompletionEvents(Events):
     """``text_completion`` events; the opening is the echoed prompt, when there is one."""
 
     def __init__(
-        self, identity: Identity, form: StreamForm, *, prompt_tokens: int, echoes: Sequence[str]
+        self,
+        identity: Identity,
+        form: StreamForm,
+        *,
+        prompt_tokens: int,
+        echoes: Sequence[str],
+        after_event: int = 0,
     ) -> None:
-        super().__init__(identity, form, prompt_tokens=prompt_tokens, echoes=echoes)
+        super().__init__(
+            identity, form, prompt_tokens=prompt_tokens, echoes=echoes, after_event=after_event
+        )
         self._offsets = [len(echo) for echo in echoes]
 
     def _chunk(

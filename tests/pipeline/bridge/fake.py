@@ -14,13 +14,16 @@ from infra.health import Health
 from infra.http_server import http_server
 from infra.log import make_logger
 from infra.metrics import Metrics
+from infra.times import Times
 from pipeline.bridge.endpoints import Services
 from pipeline.bridge.limits import Limits
 from pipeline.bridge.listener import listen
 from pipeline.bridge.routes import Bridge
+from pipeline.bridge.windows import Windows
+from schemas import subjects
 from schemas.errors import MeshError
 from schemas.models import ModelCard
-from schemas.requests import InferenceRequest
+from schemas.requests import InferenceRequest, RequestRecord
 from schemas.tokens import (
     Accepted,
     StreamEnd,
@@ -44,6 +47,7 @@ CARD = ModelCard(
 )
 WORDS = ("Hello", " wörld", " 😀", "!")
 NOW_UNIX_MS = 1_800_000_000_000
+READER = subjects.bridge_reader("bridge-test-1")
 
 # Property tests are bounded by the time limit per test; how long one example takes on a busy
 # machine is no property.
@@ -109,6 +113,7 @@ class FakeStream:
         self.request_id = request.request_id
         self.end: StreamEnd | None = None
         self.cancelled: list[str] = []
+        self.was_left = False
         self.is_closed = asyncio.Event()
         self.failed = False
         self._script = script
@@ -147,6 +152,10 @@ class FakeStream:
         if self.end is None and not self.failed and not self.cancelled:
             self.cancelled.append(reason)
 
+    def leave(self) -> None:
+        self.was_left = True
+        self.is_closed.set()
+
     async def aclose(self) -> None:
         await self.cancel("reader left")
         self.is_closed.set()
@@ -154,10 +163,11 @@ class FakeStream:
 
 @dataclass
 class FakeClient:
-    """Submits to a script."""
+    """Submits to a script. What was submitted can be resumed: the script is played again."""
 
     script: Callable[[InferenceRequest], Script] = say
     streams: list[FakeStream] = field(default_factory=list)
+    resumed: list[FakeStream] = field(default_factory=list)
     submitted: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def submit(self, request: InferenceRequest) -> FakeStream:
@@ -169,9 +179,46 @@ class FakeClient:
         self.submitted.set()
         return stream
 
+    async def record(self, request_id: str) -> tuple[int, RequestRecord] | None:
+        subjects.check_request_id(request_id)
+        for seq, request in enumerate(self.requests, 1):
+            if request.request_id == request_id:
+                return seq, record_of(request)
+        return None
+
+    @contextlib.asynccontextmanager
+    async def resume(
+        self, request_id: str, *, reader: str, start_seq: int
+    ) -> AsyncIterator[FakeStream]:
+        request = self.requests[start_seq - 1]
+        assert (request.request_id, reader) == (request_id, READER)
+        stream = FakeStream(request, self.script(request))
+        self.resumed.append(stream)
+        try:
+            yield stream
+        finally:
+            stream.leave()
+
     @property
     def requests(self) -> list[InferenceRequest]:
         return [stream.request for stream in self.streams]
+
+
+def record_of(request: InferenceRequest) -> RequestRecord:
+    """What admission would write."""
+    return RequestRecord(
+        request_id=request.request_id,
+        model=request.model,
+        revision="r1",
+        served="x@r1",
+        prompt_ids=b"",
+        sampling=request.sampling,
+        reader=READER,
+        admitted_unix_ms=NOW_UNIX_MS,
+        deadline_unix_ms=request.deadline_unix_ms or 0,
+        tenant=request.tenant,
+        reader_note=request.reader_note,
+    )
 
 
 class FakeModels:
@@ -207,6 +254,9 @@ class House:
     health: Health
     limits: Limits
     output: Log
+    windows: Windows
+    adopted: list[str]  # what was said on the bus to be read here
+    given_up: list[str]  # what was cancelled when its window ended
 
     def count(self, outcome: str) -> float:
         value = self.metrics.registry.get_sample_value(
@@ -226,16 +276,28 @@ def build(client: FakeClient | None = None, limits: Limits | None = None) -> Hou
     limits = limits or Limits()
     output = Log()
     metrics, health = Metrics(), Health()
+    log = make_logger("bridge-test", stream=output)
+    adopted: list[str] = []
+    given_up: list[str] = []
+
+    async def announce(request_ids: Sequence[str]) -> None:
+        adopted.extend(request_ids)
+
+    async def cancel(request_id: str, reason: str) -> None:
+        given_up.append(request_id)
+
+    windows = Windows(announce, cancel, Times(), log, max_waiting=2)
     services = Services(
         client=client,
         models=FakeModels(),
         metrics=metrics,
-        log=make_logger("bridge-test", stream=output),
+        log=log,
         now_unix_ms=lambda: NOW_UNIX_MS,
         limits=limits,
+        windows=windows,
     )
     bridge = Bridge("bridge-test", health, services)
-    return House(bridge, client, metrics, health, limits, output)
+    return House(bridge, client, metrics, health, limits, output, windows, adopted, given_up)
 
 
 @contextlib.asynccontextmanager
