@@ -171,6 +171,10 @@ class WorkerConfig:
     max_num_sequences: int = setting(64, whole(1, 4096), "sequences in one running batch")
     max_batch_tokens: int = setting(512, whole(16, 65536), "tokens computed in one step")
     threads: int = setting(num_cores, whole(1, 1024), "threads of the engine; default: all cores")
+    max_step_s: float = setting(
+        60.0, number(0.1, 3600), "a step of the engine that takes longer counts as stuck: the "
+        "worker is not ready, and others go on with its requests",
+    )  # fmt: skip
     speed: float = setting(
         1.0, number(0.001, 1000), "simulated engine: times of the cost model are divided by this"
     )
