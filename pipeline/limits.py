@@ -9,7 +9,7 @@ import msgspec
 
 from schemas.errors import ContextTooLong, InvalidRequest
 from schemas.models import ModelCard
-from schemas.requests import SamplingParams
+from schemas.requests import ResponseFormat, SamplingParams
 
 
 class Range(NamedTuple):
@@ -38,6 +38,9 @@ LOGIT_BIAS = Range(-100.0, 100.0)
 MAX_STOPS = 16
 MAX_STOP_CHARS = 512
 MAX_BIASED_TOKENS = 1024
+# Compiling a schema takes 1 ms as a rule. The time grows with the square of the number of optional
+# properties: the worst that was found took 1.8 s at 70 KiB and 0.2 s at this bound.
+MAX_SCHEMA_BYTES = 32 * 1024
 
 
 def check_number(field: str, value: float | None) -> None:
@@ -70,6 +73,7 @@ def check_sampling(params: SamplingParams) -> None:
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         raise InvalidRequest("min_tokens may not be over max_tokens", param="min_tokens")
     check_stops(params.stop)
+    check_schema_size(params.response_format)
     if len(params.stop_token_ids) > MAX_STOPS:
         raise InvalidRequest(f"at most {MAX_STOPS} stop ids", param="stop_token_ids")
     if len(params.logit_bias) > MAX_BIASED_TOKENS:
@@ -85,6 +89,16 @@ def check_stops(stops: tuple[str, ...]) -> None:
         raise InvalidRequest(f"at most {MAX_STOPS} stop strings", param="stop")
     if not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
         raise InvalidRequest(f"a stop string has 1 to {MAX_STOP_CHARS} characters", param="stop")
+
+
+def check_schema_size(wanted: ResponseFormat | None) -> None:
+    """Raise InvalidRequest when a schema is too large to be compiled."""
+    if wanted is not None:
+        size = len(wanted.json_schema.encode(errors="surrogatepass"))
+        if size > MAX_SCHEMA_BYTES:
+            raise InvalidRequest(
+                f"a schema of {size} bytes is over {MAX_SCHEMA_BYTES}", param="response_format"
+            )
 
 
 def check_token_ids(field: str, ids: tuple[int, ...], vocab_size: int) -> None:

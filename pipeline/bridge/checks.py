@@ -24,11 +24,6 @@ BODY_RANGES: dict[str, Range] = {
 
 Asks = Callable[[Any], bool]
 _UNSERVED: tuple[tuple[str, Asks, str], ...] = (
-    (
-        "response_format",
-        lambda body: body.response_format is not None and body.response_format.type != "text",
-        "only response_format of type 'text' is served",
-    ),
     ("best_of", lambda body: (body.best_of or 1) > (body.n or 1), "best_of above n is not served"),
     ("use_beam_search", lambda body: body.use_beam_search, "beam search is not served"),
 )

@@ -33,7 +33,13 @@ from schemas import subjects
 from schemas.codec import encode, unpack_ids
 from schemas.headers import WorkHeaders
 from schemas.models import ModelCard
-from schemas.requests import ChatMessage, InferenceRequest, RequestRecord, SamplingParams
+from schemas.requests import (
+    ChatMessage,
+    InferenceRequest,
+    RequestRecord,
+    ResponseFormat,
+    SamplingParams,
+)
 from schemas.tokens import Accepted, Expired, StreamError
 from tests.conftest import Until
 from tests.pipeline.rig import (
@@ -159,6 +165,10 @@ def sampled(**params: Any) -> dict[str, Any]:
     return {"sampling": SamplingParams(**params)}
 
 
+def schema(text: str) -> ResponseFormat:
+    return ResponseFormat(kind="json_schema", json_schema=text)
+
+
 def says(*contents: str, role: str = "user") -> tuple[ChatMessage, ...]:
     return tuple(ChatMessage(role=role, content=content) for content in contents)
 
@@ -172,7 +182,7 @@ async def test_an_admitted_request_has_record_task_and_word(door: Door) -> None:
     note = bytes(range(256)) * 16
     asked = ask(
         request_id, tenant="acme", priority=3, label="mine", cache_salt="s", reader_note=note,
-        **sampled(n=2),
+        **sampled(n=2, response_format=schema('{"type":"integer"}')),
     )  # fmt: skip
     accepted = await door.admitted(asked, request_id)
     record = await door.record(request_id)
@@ -190,6 +200,7 @@ async def test_an_admitted_request_has_record_task_and_word(door: Door) -> None:
         "s",
     )
     assert record.reader_note == note
+    assert record.sampling.response_format == schema('{"type":"integer"}')
     num_prompt = len(unpack_ids(record.prompt_ids))
     assert record.cost == 2 * num_prompt**2 + num_prompt * 2 * (CONTEXT - num_prompt)
     assert accepted.prompt_tokens == num_prompt
@@ -401,6 +412,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "an empty stop": (sampled(stop=("",)), "invalid_request", "stop"),
     "many stops": (sampled(stop=("x",) * 17), "invalid_request", "stop"),
     "priority": ({"priority": 2**40}, "invalid_request", "priority"),
+    "a schema that is none": (
+        sampled(response_format=schema("{")), "invalid_request", "response_format",
+    ),
+    "a schema that can't be kept": (
+        sampled(response_format=schema('{"not": {}}')), "invalid_request", "response_format",
+    ),
+    "a large schema": (
+        sampled(response_format=schema(" " * 2**15 + "{}")), "invalid_request", "response_format",
+    ),
     "a long note": ({"reader_note": bytes(4097)}, "invalid_request", "reader_note"),
     **{
         f"{field} = {value}": (sampled(**{field: value}), "invalid_request", field)

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline import response_format
-from pipeline.response_format import MAX_SCHEMA_BYTES, FormatChecks, check_format
+from pipeline.limits import MAX_SCHEMA_BYTES, check_sampling
+from pipeline.response_format import FormatChecks, check_format
 from schemas.errors import InvalidRequest
-from schemas.requests import ResponseFormat
+from schemas.requests import ResponseFormat, SamplingParams
 from tests.pipeline.bridge.fake import patient
 
 
@@ -59,7 +60,6 @@ def test_what_can_be_kept_is_taken(wanted: ResponseFormat) -> None:
         ({"$ref": "http://127.0.0.1:1/schema.json"}, "not present in a registry"),
         ({"$ref": "#"}, "can't be used"),
         ({"type": "string", "pattern": "^" + "(a|b|c)?" * 3000 + "$"}, "too many"),
-        ({"title": "x" * MAX_SCHEMA_BYTES}, "at most"),
         ([{"type": "string"}], "no JSON object"),
         (True, "no JSON object"),
     ],
@@ -79,6 +79,13 @@ def test_options_of_the_library_are_not_the_callers() -> None:
     """A schema can't switch strictness off by naming the library's own settings."""
     lenient = {"not": {}, "x-guidance": {"lenient": True}}
     assert "Unimplemented" in refusal(schema(lenient))
+
+
+def test_a_schema_over_the_bound_is_not_even_compiled() -> None:
+    """Its size is among the first checks, for HTTP and bus."""
+    with pytest.raises(InvalidRequest, match="over") as caught:
+        check_sampling(SamplingParams(response_format=schema({"title": "x" * MAX_SCHEMA_BYTES})))
+    assert caught.value.param == "response_format"
 
 
 def test_the_largest_schema_does_not_hold_admission_up() -> None:

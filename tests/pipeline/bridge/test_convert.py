@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
@@ -19,7 +20,7 @@ from pipeline.bridge.convert import (
 )
 from schemas.errors import InvalidRequest
 from schemas.openai import ChatBody, CompletionBody
-from schemas.requests import InferenceRequest, SamplingParams
+from schemas.requests import InferenceRequest, ResponseFormat, SamplingParams
 from tests.pipeline.bridge.fake import chat, completion, patient
 
 ARRIVAL = Arrival(deadline_unix_ms=123, label="mine")
@@ -34,6 +35,10 @@ def from_chat(**more: object) -> InferenceRequest:
 def from_completion(**more: object) -> list[InferenceRequest]:
     body = parse(msgspec.json.encode(completion(**more)), CompletionBody)
     return completion_requests(body, ARRIVAL)
+
+
+def with_schema(**named: object) -> dict[str, object]:
+    return {"response_format": {"type": "json_schema", "json_schema": named}}
 
 
 def refusal(convert: Any, **more: object) -> InvalidRequest:
@@ -204,8 +209,15 @@ def test_each_range_is_enforced(name: str) -> None:
         ({"logit_bias": {"\u00b2": 1}}, "logit_bias"),
         ({"logit_bias": {"5": 101}}, "logit_bias"),
         ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+        ({"response_format": "json_object"}, "response_format"),
+        ({"response_format": {}}, "response_format.type"),
+        ({"response_format": {"type": "grammar"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (with_schema(), "response_format.json_schema.name"),
+        (with_schema(name="a b", schema={}), "response_format.json_schema.name"),
+        (with_schema(name="a"), "response_format.json_schema.schema"),
+        (with_schema(name="a", schema=True), "response_format.json_schema.schema"),
+        (with_schema(name="a", schema={"x": "y" * 2**15}), "response_format"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"functions": [{"name": "f"}]}, "functions"),
@@ -220,6 +232,22 @@ def test_what_chat_cannot_do_is_refused_by_name(fields: dict[str, object], param
     error = refusal(from_chat, **fields)
     assert (error.http_status, error.param) == (400, param)
     assert error.message
+
+
+@pytest.mark.parametrize("convert", [from_chat, lambda **more: from_completion(**more)[0]])
+def test_formats_of_the_answer(convert: Any) -> None:
+    """OpenAI's three; a schema travels as text, its properties in the order they came in."""
+    shape = {"type": "object", "properties": {"z": {}, "ä": {"enum": [2**70, 0.5]}, "a": {}}}
+    named = {"name": "Shape-1", "schema": shape, "strict": True, "description": "of a thing"}
+    made = convert(response_format={"type": "json_schema", "json_schema": named})
+    wanted = made.sampling.response_format
+    assert wanted.kind == "json_schema"
+    assert json.loads(wanted.json_schema) == shape
+    assert list(json.loads(wanted.json_schema)["properties"]) == ["z", "ä", "a"]
+    made = convert(response_format={"type": "json_object"})
+    assert made.sampling.response_format == ResponseFormat(kind="json_object")
+    for nothing in (None, {"type": "text"}):
+        assert convert(response_format=nothing).sampling.response_format is None
 
 
 def test_a_missing_field_is_named() -> None:
