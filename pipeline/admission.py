@@ -22,6 +22,7 @@ from pipeline.backlog import Backlog
 from pipeline.limits import SequenceLimit, check_priority, check_sampling, check_token_ids
 from pipeline.placement import Placement
 from pipeline.registry import Registry
+from pipeline.response_format import FormatChecks
 from pipeline.stage import Handled, Outgoing, StageContext, Work
 from pipeline.tokenizing import ChatTokenizer
 from schemas import subjects
@@ -58,6 +59,7 @@ class Admission:
         self._registry = registry
         self._placement = placement
         self._tokenizers: dict[str, ChatTokenizer] = {}
+        self._formats = FormatChecks()
 
     def load(self, card: ModelCard, tokenizer: ChatTokenizer) -> None:
         """Be able to admit requests for ``card``."""
@@ -97,7 +99,7 @@ class Admission:
         """Check, tokenize, write the record, pass it on."""
         request = work.message
         card = self._registry.require(request.model)
-        tokenizer = await self._tokenizer(card)
+        tokenizer = await self.tokenizer_of(card)
         try:
             record, is_new = await self._write_record(await self._check(work, card, tokenizer))
         except (InvalidRequest, QueueFull):
@@ -126,6 +128,7 @@ class Admission:
         check_priority(request.priority)
         if len(request.reader_note) > MAX_READER_NOTE_BYTES:
             raise InvalidRequest(f"over {MAX_READER_NOTE_BYTES} bytes", param="reader_note")
+        await self._formats.check(request.sampling.response_format)
         prompt_ids = await self._tokenize(request, card, tokenizer)
         sampling = self._resolve(request, len(prompt_ids), card)
         await self._backlog.enter(card.served)
@@ -155,7 +158,8 @@ class Admission:
         prompt_field = "prompt" if request.messages is None else "messages"
         return limit.resolve(request.sampling, num_prompt, prompt_field)
 
-    async def _tokenizer(self, card: ModelCard) -> ChatTokenizer:
+    async def tokenizer_of(self, card: ModelCard) -> ChatTokenizer:
+        """The tokenizer of a registered model; read from its folder the first time."""
         found = self._tokenizers.get(card.served)
         if found is None:  # registered by another control process
             found = await asyncio.to_thread(ChatTokenizer, Path(card.folder))

@@ -1,4 +1,4 @@
-"""The control process: admission, router and take-over, in one event loop.
+"""The control process: admission, router, take-over and tokenizers, in one event loop.
 
 Any number of control processes may run: they share their consumers, and whatever two of them
 decide at once is settled by record and claim.
@@ -24,6 +24,7 @@ from pipeline.registry import Registry
 from pipeline.router import Router
 from pipeline.stage import Stage, StageContext, parse_as
 from pipeline.takeover import TakeOver
+from pipeline.tokenize_service import TokenizeService
 from pipeline.tokenizing import ChatTokenizer
 from schemas.kv import KvReady
 from schemas.models import ModelCard
@@ -69,7 +70,9 @@ async def serve_control(ctx: RoleContext, config: ControlConfig) -> None:
     takeover = TakeOver(
         bus, stage_ctx.chain, fleet, ctx.metrics, ctx.log, on_claim=backlog.note_claim
     )
+    questions = TokenizeService(bus, registry, admission.tokenizer_of, ctx.log)
     async with task_scope() as tasks:
+        tasks.create_task(questions.run(), name="tokenize")
         tasks.create_task(takeover.run(), name="take-over")
         tasks.create_task(registry.run(), name="registry")
         tasks.create_task(_stop_when_draining(ctx, admit, route), name="drain")

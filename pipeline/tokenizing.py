@@ -83,13 +83,16 @@ class ChatTokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special).ids
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``, special tokens left out."""
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """The text of ``ids``, special tokens left out or by name."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
         return text
 
-    def render_chat(self, messages: Sequence[ChatMessage]) -> str:
-        """The conversation as the model's chat template writes it, up to where it is to answer.
+    def render_chat(
+        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True
+    ) -> str:
+        """The conversation as the model's chat template writes it, up to where it is to answer
+        (``add_generation_prompt``) or to the end of the last turn.
 
         Its special tokens are in the text: encode it with ``add_special=False``.
 
@@ -109,7 +112,7 @@ class ChatTokenizer:
                 messages=turns,
                 tools=None,
                 documents=None,
-                add_generation_prompt=True,
+                add_generation_prompt=add_generation_prompt,
                 **self._special,
             )
         except _RefusedByTemplate as error:

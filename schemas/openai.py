@@ -50,10 +50,20 @@ class MessageBody(Body, frozen=True, kw_only=True):
     function_call: Any = None
 
 
-class ResponseFormat(Body, frozen=True, kw_only=True):
+class JsonSchemaBody(Body, frozen=True, kw_only=True):
+    """A schema with its name. ``strict`` changes nothing: every schema is kept to."""
+
+    name: str
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormatBody(Body, frozen=True, kw_only=True):
     """What the answer must look like."""
 
     type: str
+    json_schema: JsonSchemaBody | None = None
 
 
 class GenerationBody(Body, frozen=True, kw_only=True):
@@ -79,7 +89,7 @@ class GenerationBody(Body, frozen=True, kw_only=True):
     use_beam_search: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = None
+    response_format: ResponseFormatBody | None = None
     user: str | None = None
     priority: int | None = None
     cache_salt: str | None = None
@@ -107,6 +117,26 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     logprobs: int | None = None
     echo: bool | None = None
     suffix: str | None = None
+
+
+class TokenizeBody(Body, frozen=True, kw_only=True):
+    """``POST /tokenize``, vLLM's: a text, or a conversation."""
+
+    model: str
+    prompt: str | None = None
+    messages: list[MessageBody] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    return_token_strs: bool | None = None
+    tools: list[Any] | None = None
+
+
+class DetokenizeBody(Body, frozen=True, kw_only=True):
+    """``POST /detokenize``, vLLM's."""
+
+    model: str
+    tokens: list[int]
 
 
 # --- parts of answers -----------------------------------------------------------------------
@@ -257,6 +287,21 @@ class ModelList(Answer, frozen=True, kw_only=True):
 
     object: Literal["list"] = "list"
     data: list[ModelObject]
+
+
+class TokenizeAnswer(Answer, frozen=True, kw_only=True):
+    """Token ids, as vLLM answers."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: None = None
+
+
+class DetokenizeAnswer(Answer, frozen=True, kw_only=True):
+    """The text of token ids, as vLLM answers."""
+
+    prompt: str
 
 
 class ErrorBody(Answer, frozen=True, kw_only=True):

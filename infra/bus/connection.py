@@ -358,13 +358,15 @@ class Bus:
         subject: str,
         callback: Callable[[Msg], None],
         *,
+        queue: str = "",
         max_msgs: int = MAX_WAITING_MSGS,
         max_bytes: int = MAX_WAITING_BYTES,
     ) -> BusSubscription:
         """Call ``callback`` for each message, in order of arrival; it must return at once.
 
         When it returns the broker knows the subscription (while the broker is away: will know it
-        before anything else is said). Messages beyond the limits are dropped, and ``on_error``
+        before anything else is said). Of all subscriptions with the same ``queue``, one gets each
+        message. Messages beyond the limits are dropped, and ``on_error``
         hears a ``SlowConsumerError`` for each.
 
         Raises:
@@ -378,7 +380,11 @@ class Bus:
         self._denied[key] = None
         try:
             subscription = await self._client.subscribe(
-                subject, cb=deliver, pending_msgs_limit=max_msgs, pending_bytes_limit=max_bytes
+                subject,
+                queue,
+                cb=deliver,
+                pending_msgs_limit=max_msgs,
+                pending_bytes_limit=max_bytes,
             )
             if self.is_connected:
                 # A refusal comes before the pong; without one it is made at the reconnect.

@@ -79,6 +79,7 @@ WORKER = Permissions(
 BRIDGE = Permissions(
     publish=(
         f"{ROOT}.admission.>",
+        f"{ROOT}.tokenize.*",
         f"{ROOT}.cancel.>",
         f"{ROOT}.beat.>",
         f"{ROOT}.adopt.>",
@@ -109,6 +110,7 @@ def client(user: str, *, uses_default_inbox: bool = False) -> Permissions:
     return Permissions(
         publish=(
             f"{ROOT}.admission.>",
+            f"{ROOT}.tokenize.*",
             f"{own}.*.claim.*",
             _CLOCK,
             f"{_API}.CONSUMER.CREATE.{TOKENS}.*.{own}.>",

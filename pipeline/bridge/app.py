@@ -4,6 +4,7 @@ Consumes   HTTP
            mesh.v1.live.token-stream.bridge.<process>.> tokens and ends, through MeshClient
            mesh.v1.adopt.*                              Adopt: what other bridges read on
 Publishes  mesh.v1.admission.<model>                     InferenceRequest
+           mesh.v1.tokenize.<model>                      Tokenize, Detokenize: questions
            mesh.v1.token-stream.bridge.<process>.claim.<id> Cancelled, when a client leaves
            mesh.v1.adopt.<process>                       Adopt: what is read on here
 Keeps      open connections; nothing that another bridge would need
@@ -29,6 +30,7 @@ from pipeline.bridge.routes import Bridge
 from pipeline.bridge.windows import Windows
 from pipeline.client import MeshClient
 from pipeline.registry import Registry
+from pipeline.tokenize_service import TokenizerClient
 from schemas import subjects
 from schemas.codec import decode, encode
 from schemas.control import Adopt
@@ -65,6 +67,7 @@ async def serve_bridge(ctx: RoleContext, config: BridgeConfig) -> None:
             services = Services(
                 client=client,
                 models=registry,
+                ask_tokenizer=TokenizerClient(ctx.bus, limits.accept_s).ask,
                 metrics=ctx.metrics,
                 log=ctx.log,
                 now_unix_ms=ctx.bus.now_unix_ms,

@@ -6,6 +6,7 @@ checks the ranges again for those who publish to the bus themselves.
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from collections.abc import Iterator
@@ -18,17 +19,24 @@ from pipeline.bridge.checks import check
 from pipeline.limits import check_sampling, check_token_ids
 from schemas.codec import decode_json
 from schemas.errors import InvalidRequest, SchemaError
-from schemas.openai import ChatBody, CompletionBody, GenerationBody, MessageBody
-from schemas.requests import ChatMessage, InferenceRequest, SamplingParams
+from schemas.openai import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    MessageBody,
+    ResponseFormatBody,
+)
+from schemas.requests import ChatMessage, InferenceRequest, ResponseFormat, SamplingParams
 
-B = TypeVar("B", bound=GenerationBody)
+B = TypeVar("B", bound=Body)
 
 MAX_CHOICES = 256  # prompts times n of one HTTP request
 COMPLETION_MAX_TOKENS = 16  # what OpenAI's completions do when max_tokens is left out
 MAX_STOPS = 4  # OpenAI's; the bus takes more
 NUM_IDS = 2**32  # ids travel in 32 bits; admission knows the vocabulary
 
-_MISSING_FIELD = re.compile(r"missing required field '(?P<name>\w+)'")
+_SCHEMA_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
 # A developer's message is OpenAI's newer name for the system's; chat templates know the older.
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
@@ -51,13 +59,7 @@ def parse(data: bytes, kind: type[B]) -> B:
         return decode_json(data, kind)
     except SchemaError as error:
         text = error.message.replace("`", "'").partition(" - at '$")[0]
-        path = [part for part in ((error.param or "").lstrip("$."), _missing(text)) if part]
-        raise InvalidRequest(text, param=".".join(path) or None) from error
-
-
-def _missing(text: str) -> str:
-    field = _MISSING_FIELD.search(text)
-    return field["name"] if field else ""
+        raise InvalidRequest(text, param=(error.param or "").lstrip("$.") or None) from error
 
 
 def chat_requests(body: ChatBody, arrival: Arrival) -> list[InferenceRequest]:
@@ -67,7 +69,7 @@ def chat_requests(body: ChatBody, arrival: Arrival) -> list[InferenceRequest]:
         InvalidRequest: a value out of range, or something that is not served; names the field.
     """
     check(body)
-    messages = tuple(_message(i, message) for i, message in enumerate(body.messages))
+    messages = tuple(chat_message(i, message) for i, message in enumerate(body.messages))
     if not messages:
         raise InvalidRequest("messages is empty", param="messages")
     if body.top_logprobs and not body.logprobs:
@@ -97,7 +99,12 @@ def completion_requests(body: CompletionBody, arrival: Arrival) -> list[Inferenc
     return [_request(body, arrival, sampling, prompt=prompt, echo=echo) for prompt in prompts]
 
 
-def _message(i: int, message: MessageBody) -> ChatMessage:
+def chat_message(i: int, message: MessageBody) -> ChatMessage:
+    """Turn ``i`` of a conversation.
+
+    Raises:
+        InvalidRequest: a role or content that is not served; names the field.
+    """
     where = f"messages[{i}]"
     role = _ROLES.get(message.role)
     if role is None:
@@ -169,12 +176,34 @@ def _sampling(
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
         logprobs=logprobs,
+        response_format=_response_format(body.response_format),
         **given,
     )
     check_sampling(sampling)
     check_token_ids("stop_token_ids", sampling.stop_token_ids, NUM_IDS)
     check_token_ids("logit_bias", tuple(sampling.logit_bias), NUM_IDS)
     return sampling
+
+
+def _response_format(given: ResponseFormatBody | None) -> ResponseFormat | None:
+    if given is None or given.type == "text":
+        return None
+    if given.type == "json_object":
+        return ResponseFormat(kind="json_object")
+    if given.type != "json_schema":
+        raise InvalidRequest(
+            f"type {given.type[:40]!r} is none of text, json_object, json_schema",
+            param="response_format.type",
+        )
+    wanted, where = given.json_schema, "response_format.json_schema"
+    if wanted is None:
+        raise InvalidRequest("json_schema is missing", param=where)
+    if not _SCHEMA_NAME.match(wanted.name):
+        raise InvalidRequest("a name is 1 to 64 of A-Z a-z 0-9 _ -", param=f"{where}.name")
+    if wanted.schema is None:
+        raise InvalidRequest("schema is missing", param=f"{where}.schema")
+    text = json.dumps(wanted.schema, ensure_ascii=False, separators=(",", ":"))
+    return ResponseFormat(kind="json_schema", json_schema=text)
 
 
 def _logit_bias(given: dict[str, float]) -> dict[int, float]:

@@ -20,7 +20,7 @@ from pipeline.bridge.errors import ClientLeft, ShuttingDown
 from pipeline.bridge.generate import Generation, StreamedAnswer
 from pipeline.bridge.limits import Limits
 from pipeline.bridge.note import ReaderNote
-from pipeline.bridge.ports import Client, Models
+from pipeline.bridge.ports import AskTokenizer, Client, Models
 from pipeline.bridge.sse import ChatEvents, CompletionEvents, Events, StreamForm
 from pipeline.bridge.windows import Windows
 from schemas.errors import InvalidRequest, MeshError, ModelNotFound
@@ -74,6 +74,7 @@ class Services:
 
     client: Client
     models: Models
+    ask_tokenizer: AskTokenizer
     metrics: Metrics
     log: Logger
     now_unix_ms: Callable[[], int]

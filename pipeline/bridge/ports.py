@@ -6,12 +6,13 @@ their own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from schemas.models import ModelCard
 from schemas.requests import InferenceRequest, RequestRecord
+from schemas.tokenize import Detokenized, Question, Tokenized
 from schemas.tokens import Accepted, StreamEnd, TokenDelta
 
 
@@ -56,6 +57,10 @@ class Client(Protocol):
         self, request_id: str, *, reader: str, start_seq: int
     ) -> AbstractAsyncContextManager[Stream]:
         """Read what ``reader`` submitted, from its first token on, beside others."""
+
+
+AskTokenizer = Callable[[Question], Awaitable[Tokenized | Detokenized]]
+"""Ask a model's tokenizer. Raises MeshError: refused, or nobody answered in time."""
 
 
 class Models(Protocol):

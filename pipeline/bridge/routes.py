@@ -13,6 +13,7 @@ from pipeline.bridge.call import Call
 from pipeline.bridge.endpoints import ENDPOINTS, Generator, Services
 from pipeline.bridge.errors import ClientLeft, MethodNotAllowed, ShuttingDown, UnknownPath
 from pipeline.bridge.resume import PREFIX, SUFFIX, Resumer
+from pipeline.bridge.tokenize import DETOKENIZE, TOKENIZE, TokenizeEndpoints
 from schemas.errors import MeshError, ModelNotFound, QueueFull, RequestCancelled
 
 Handler = Callable[[Call], Awaitable[None]]
@@ -33,6 +34,8 @@ class Bridge:
         self._open: set[Call] = set()
         self._routes: dict[str, tuple[tuple[str, ...], Handler]] = {
             _MODELS: (_READ, self._list_models),
+            TOKENIZE: (("POST",), TokenizeEndpoints(services).tokenize),
+            DETOKENIZE: (("POST",), TokenizeEndpoints(services).detokenize),
             **{
                 one.path: (("POST",), Generator(one, services).answer) for one in ENDPOINTS.values()
             },

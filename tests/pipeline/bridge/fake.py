@@ -21,9 +21,11 @@ from pipeline.bridge.listener import listen
 from pipeline.bridge.routes import Bridge
 from pipeline.bridge.windows import Windows
 from schemas import subjects
+from schemas.codec import pack_ids, unpack_ids
 from schemas.errors import MeshError
 from schemas.models import ModelCard
 from schemas.requests import InferenceRequest, RequestRecord
+from schemas.tokenize import Detokenize, Detokenized, Question, Tokenized
 from schemas.tokens import (
     Accepted,
     StreamEnd,
@@ -105,6 +107,14 @@ def say(request: InferenceRequest, words: Sequence[str] = WORDS, reason: str = "
     return Script(steps=steps, end=end, echo_text=echo)
 
 
+def spell(question: Question) -> Tokenized | Detokenized:
+    """A tokenizer whose ids are code points."""
+    if isinstance(question, Detokenize):
+        return Detokenized(text="".join(map(chr, unpack_ids(question.ids))))
+    text = question.prompt or "".join(str(m.content) for m in question.messages or ())
+    return Tokenized(ids=pack_ids([ord(c) for c in text]), max_model_len=CARD.context_length)
+
+
 class FakeStream:
     """A scripted token stream."""
 
@@ -169,6 +179,10 @@ class FakeClient:
     streams: list[FakeStream] = field(default_factory=list)
     resumed: list[FakeStream] = field(default_factory=list)
     submitted: asyncio.Event = field(default_factory=asyncio.Event)
+    tokenizer: Callable[[Question], Tokenized | Detokenized] = spell
+
+    async def ask_tokenizer(self, question: Question) -> Tokenized | Detokenized:
+        return self.tokenizer(question)
 
     async def submit(self, request: InferenceRequest) -> FakeStream:
         script = self.script(request)
@@ -290,6 +304,7 @@ def build(client: FakeClient | None = None, limits: Limits | None = None) -> Hou
     services = Services(
         client=client,
         models=FakeModels(),
+        ask_tokenizer=client.ask_tokenizer,
         metrics=metrics,
         log=log,
         now_unix_ms=lambda: NOW_UNIX_MS,
