@@ -299,9 +299,14 @@ class Claims:
         Raises:
             DeadlineExceeded: the request's deadline passed first.
         """
-        while self._bus.now_unix_ms() < record.deadline_unix_ms:
-            try:
-                return await action()
-            except (BusUnavailable, QueueFull):
-                await asyncio.sleep(_RETRY_S)
+        left_ms = record.deadline_unix_ms - self._bus.now_unix_ms()
+        try:
+            async with asyncio.timeout(left_ms / 1000):
+                while left_ms > 0:
+                    try:
+                        return await action()
+                    except (BusUnavailable, QueueFull):
+                        await asyncio.sleep(_RETRY_S)
+        except TimeoutError:
+            pass
         raise DeadlineExceeded("the bus was away until the deadline")
