@@ -1,0 +1,222 @@
+"""Execution: what the engine reports becomes the stream, request by request."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from infra.bus import TOKENS, replay
+from schemas import subjects
+from schemas.errors import BusUnavailable
+from schemas.requests import RequestRecord
+from schemas.tokens import Claim, StreamEnd, StreamError, TokenBatch, decode_stream_message
+from tests.workers.workplace import PROMPT, READER, Worker, Workplace, is_claim, until
+from workers.engine.api import EngineApi, StepReport, TokenOutput
+
+
+async def batches(place: Workplace, reader: str = READER) -> list[TokenBatch]:
+    stored = replay(place.bus, TOKENS, subjects.token_stream(reader))
+    decoded = [decode_stream_message(message.data) async for message in stored]
+    return [batch for batch in decoded if isinstance(batch, TokenBatch)]
+
+
+async def both(place: Workplace, **fields: Any) -> Worker:
+    worker = await place.worker("b", "both", **fields)
+    await until(lambda: worker.incarnations)
+    return worker
+
+
+async def test_one_step_is_one_message_per_reader(place: Workplace) -> None:
+    """Requests that run together share their readers' messages, and no reader sees another's."""
+    worker = await both(place)
+    worker.runner.gate.clear()
+    mine = [await place.ask([10 + number], max_tokens=6) for number in range(3)]
+    other = await place.ask([20], max_tokens=6, reader="alice.tests")
+    await until(lambda: worker.owed == 4)
+    worker.runner.open()
+    for record in [*mine, other]:
+        await place.answer(record)
+    ids = {record.request_id for record in mine}
+    shared = await batches(place)
+    assert {delta.request_id for batch in shared for delta in batch.deltas} == ids
+    assert max(len(batch.deltas) for batch in shared) == 3
+    alone = await batches(place, "alice.tests")
+    assert {delta.request_id for batch in alone for delta in batch.deltas} == {other.request_id}
+
+
+async def test_the_end_is_stored_after_every_token(
+    place: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """StreamEnd waits until the tokens are confirmed, however often that fails."""
+    worker = await both(place)
+    writer = worker.now._writer
+    flush, num_failures = writer.flush, 0
+
+    async def flush_at_last(timeout_s: float) -> None:
+        nonlocal num_failures
+        if num_failures < 3:
+            num_failures += 1
+            raise BusUnavailable("not confirmed")
+        await flush(timeout_s)
+        assert writer.num_unconfirmed == 0
+
+    monkeypatch.setattr(writer, "flush", flush_at_last)
+    record = await place.ask()
+    place.check(record, await place.answer(record))
+    assert num_failures == 3
+
+
+async def test_nobody_waits_for_the_end_of_another(
+    place: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request's end hangs: the tokens of the others go on."""
+    worker = await both(place)
+    append, may_end = worker.now._claims.chain.append, asyncio.Event()
+    stuck: list[str] = []
+
+    async def append_later(reader: str, entry: Any, after_seq: int) -> int | None:
+        if isinstance(entry, StreamEnd) and not stuck:
+            stuck.append(entry.request_id)
+            await may_end.wait()
+        return await append(reader, entry, after_seq)
+
+    monkeypatch.setattr(worker.now._claims.chain, "append", append_later)
+    first = await place.ask(max_tokens=1)
+    await until(lambda: stuck)
+    second = await place.ask()
+    place.check(second, await place.answer(second))
+    may_end.set()
+    place.check(first, await place.answer(first))
+
+
+async def test_an_end_that_comes_too_late_is_void(
+    place: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another worker claimed the request before its end was stored: the chain has no end of ours,
+    and nothing is owed."""
+    worker = await both(place)
+    worker.runner.gate.clear()
+    record = await place.ask(max_tokens=2)
+    seq = await place.until_tip(record, is_claim)
+    await until(lambda: worker.runner.is_waiting)
+    seq = await place.dead_claim(record, 2, seq)
+    worker.runner.open()
+    await until(lambda: worker.owed == 0)
+    assert (await place.chain.tip(record.reader, record.request_id)).seq == seq
+    assert (await place.stored(record)).deltas == ()
+
+
+async def test_a_full_ring_holds_the_tokens_back(
+    place: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the broker away and the ring full nothing is lost: the answer is complete later."""
+    worker = await both(place)
+    worker.now._writer._max_batches = 2
+    worker.runner.close_after(1)
+    record = await place.ask(max_tokens=20)
+    await place.until_tip(record, is_claim)
+    await until(lambda: worker.runner.is_waiting)
+    await place.broker.kill()
+    worker.runner.open()
+    await until(lambda: worker.now._writer.is_full)
+    await place.restart_broker()
+    place.check(record, await place.answer(record))
+
+
+async def test_an_engine_that_does_not_answer_gives_the_request_back(
+    place: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that takes too long: another worker may be quicker. Nobody is told an error."""
+    worker = await both(place)
+    worker.runner.gate.clear()
+    running = await place.ask(max_tokens=3)
+    await until(lambda: worker.runner.is_waiting)
+    monkeypatch.setattr("workers.execution._ADD_S", 0.1)
+    late = await place.ask([50, 51], max_tokens=3)
+    await place.until_tip(late, lambda entry: isinstance(entry, Claim) and entry.epoch > 1)
+    monkeypatch.undo()
+    worker.runner.open()
+    place.check(running, await place.answer(running))
+    answer = await place.answer(late)
+    place.check(late, answer, [50, 51])
+    assert len(answer.claims) > 1
+
+
+async def test_a_request_that_contradicts_itself_ends_alone(
+    place: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the engine says to it, the worker lives on and others are served."""
+    worker = await both(place)
+    add = worker.engine.add
+
+    def odd(request: Any) -> None:
+        if request.prompt_ids == (99,):
+            raise KeyError("a bug that only this request meets")
+        add(request)
+
+    monkeypatch.setattr(worker.engine, "add", odd)
+    bad, good = await place.ask([99]), await place.ask()
+    terminal = (await place.answer(bad)).view.terminal
+    assert isinstance(terminal, StreamError)
+    assert terminal.error.code == "engine_failed"
+    place.check(good, await place.answer(good))
+    assert len(worker.incarnations) == 1
+
+
+async def test_tokens_of_what_was_dropped_are_not_published(place: Workplace) -> None:
+    """A report that was under way when the request was given up says nothing."""
+    worker = await both(place)
+    worker.runner.gate.clear()
+    record = await place.ask()
+    await until(lambda: worker.runner.is_waiting)
+    (claimed,) = worker.now._claims.owed()
+    worker.now.execution.drop(claimed)
+    report = StepReport(
+        outputs=[TokenOutput(key=claimed.key, index=0, number=0, token_id=5, text="x")]
+    )
+    worker.now.execution.on_report(report)
+    worker.runner.open()
+    await worker.now._claims.give_back(claimed, "dropped in a test")
+    answer = await place.answer(record)
+    place.check(record, answer)
+    assert [delta.epoch for delta in answer.deltas] == [2] * 12
+
+
+async def test_usage_counts_what_each_worker_found_in_its_cache(place: Workplace) -> None:
+    """Cached prompt tokens, never more than the prompt has."""
+    await both(place)
+    records: list[RequestRecord] = []
+    for _ in range(2):
+        records.append(await place.ask())
+        await place.answer(records[-1])
+    first, second = [await place.answer(record) for record in records]
+    assert first.end.usage.cached_tokens == 0
+    assert second.end.usage.cached_tokens == len(PROMPT) - 1
+
+
+async def test_what_is_not_owed_any_more_is_not_started(place: Workplace) -> None:
+    """Ended between claim and start: its blocks go back, the engine never sees it."""
+    worker = await both(place)
+    record = await place.record()
+    execution, claims = worker.now.execution, worker.now._claims
+    seen: list[str] = []
+    add = worker.engine.add
+    worker.engine.add = lambda request: (seen.append(request.key), add(request))[1]  # type: ignore[method-assign,func-returns-value]
+    worker.runner.gate.clear()
+    await place.place(record)
+    await until(lambda: seen)
+    (claimed,) = claims.owed()
+    execution.drop(claimed)
+    claims.settle(claimed)
+
+    def reserve(engine: EngineApi) -> Any:
+        return engine.reserve(claimed.key, 8)
+
+    worker.runner.open()
+    await until(lambda: not worker.engine.has_work())
+    assert await worker.host.thread.call(reserve)
+    await execution.start(claimed)
+    await place.until_idle()
+    assert seen == [claimed.key]
