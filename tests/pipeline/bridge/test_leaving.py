@@ -38,10 +38,12 @@ class Wire:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
-    def post(self, body: dict[str, object]) -> None:
+    def post(self, body: dict[str, object], headers: str = "") -> None:
+        """Ask for a chat; ``headers`` are whole lines."""
         data = json.dumps(body).encode()
         head = (
-            f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
+            f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n{headers}"
+            f"content-length: {len(data)}\r\n\r\n"
         )
         self.writer.write(head.encode() + data)
 

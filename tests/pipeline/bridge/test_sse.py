@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipeline.bridge.answers import Gathered, Identity
 from pipeline.bridge.sse import ChatEvents, CompletionEvents, Events, StreamForm
-from schemas.errors import EngineFailed
+from schemas.errors import EngineFailed, InvalidRequest
 from schemas.tokens import TokenDelta, TokenLogprob, TopLogprob, Usage
 from tests.pipeline.bridge.fake import patient
 
@@ -123,8 +124,9 @@ def test_a_choice_without_tokens_still_opens_and_closes() -> None:
 
 
 def test_a_failure_is_an_error_event_without_done() -> None:
-    """A stream that fails says so and does not look complete."""
-    events = make(ChatEvents)
+    """A stream that fails says so and does not look complete; it is no event of the stream, so it
+    has no number."""
+    events = make(ChatEvents, StreamForm(event_ids=True))
     assert events.failure(EngineFailed("it broke")) == (
         b'data: {"error":{"message":"it broke","type":"server_error","param":null,'
         b'"code":"engine_failed"}}\n\n'
@@ -220,11 +222,46 @@ def test_a_stream_adds_up_to_the_whole_answer(
 
 
 @patient
+@given(
+    kind=st.sampled_from(KINDS),
+    form=FORMS,
+    words=st.lists(st.tuples(TEXTS, st.integers(0, 2), st.booleans()), max_size=12),
+    after=st.integers(0, 40),
+)
+def test_what_is_left_out_is_exactly_what_the_client_has(
+    kind: type[Events], form: StreamForm, words: list[tuple[str, int, bool]], after: int
+) -> None:
+    """For any stream and any number: the first events of a whole stream and those after them are
+    the whole; a number that the stream has not is refused at its end."""
+    form = StreamForm(
+        include_usage=form.include_usage, continuous_usage=form.continuous_usage, event_ids=True
+    )
+
+    def write(after_event: int) -> bytes:
+        events = kind(
+            ABOUT, form, prompt_tokens=5, echoes=["", "Once", ""], after_event=after_event
+        )
+        data = b""
+        for text, index, with_logprobs in words:
+            logprobs = [some_logprob(text)] if with_logprobs else ()
+            data += events.delta(index, delta(text, index=index, logprobs=logprobs))
+        return data + events.end(["stop"] * 3, USAGE)
+
+    whole = write(0)
+    parts = [part + b"\n\n" for part in whole.split(b"\n\n")[:-1]]
+    if after >= len(parts):
+        with pytest.raises(InvalidRequest):
+            write(after)
+    else:
+        assert b"".join(parts[:after]) + write(after) == whole
+
+
+@patient
 @given(text=TEXTS)
 def test_the_short_way_writes_what_the_long_way_writes(text: str) -> None:
     """An event made of constant parts has the same bytes as one that is encoded whole."""
-    for kind in KINDS:
-        short, long = make(kind), make(kind)
+    for kind, form in itertools.product(KINDS, (StreamForm(), StreamForm(event_ids=True))):
+        short, long = make(kind, form), make(kind, form)
         short.delta(0, delta("first"))
         long.delta(0, delta("first"))
         assert short.delta(0, delta(text)) == long._any_delta(0, delta(text))
