@@ -280,11 +280,13 @@ class Claims:
         )
 
     async def _bury(self, claimed: Claimed, error: Poisoned) -> None:
+        payload = encode(claimed.record)
         letter = DeadLetter(
             subject=subjects.prefill(claimed.record.served),
             reason=error.message,
             code=error.code,
-            payload=encode(claimed.record)[:_MAX_LETTER_BYTES],
+            payload=payload[:_MAX_LETTER_BYTES],
+            payload_bytes=len(payload),
             stage=claimed.role,
             process=self.worker,
             unix_ms=self._bus.now_unix_ms(),

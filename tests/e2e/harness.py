@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from infra.bus import DEAD, Bus, EmbeddedBroker, Msg, StoredMessage
 from infra.times import Times
@@ -30,6 +31,12 @@ MESH = Path(sys.executable).parent / "mesh"
 ROOT = Path(__file__).parents[2]
 MODEL = "tiny"
 READY_S = 90.0  # five processes that import torch, on two cores
+
+
+class Broker(Protocol):
+    """One server, or a cluster."""
+
+    def url(self, user: str) -> str: ...
 
 
 @dataclass(slots=True)
@@ -53,7 +60,7 @@ class Mesh:
     """The processes of one test, and a connection that watches them."""
 
     folder: Path
-    broker: EmbeddedBroker
+    broker: Broker
     bus: Bus
     time_scale: float
     model: str = MODEL
@@ -205,15 +212,22 @@ class Mesh:
 @asynccontextmanager
 async def mesh_of(folder: Path, *, time_scale: float = 0.5) -> AsyncIterator[Mesh]:
     """A broker and nothing else yet."""
-    times = Times().scaled(time_scale)
     async with EmbeddedBroker(folder / "broker", clients=("client", "alice")) as broker:
-        async with await Bus.connect(broker.url("control"), role="control", times=times) as bus:
-            mesh = Mesh(folder, broker, bus, time_scale)
-            await bus.subscribe(subjects.ALL_BEATS, mesh.hear)
-            try:
-                yield mesh
-            finally:
-                mesh.stop()
+        async with mesh_on(broker, folder, time_scale=time_scale) as mesh:
+            yield mesh
+
+
+@asynccontextmanager
+async def mesh_on(broker: Broker, folder: Path, *, time_scale: float = 0.5) -> AsyncIterator[Mesh]:
+    """A mesh without processes on a broker that runs."""
+    times = Times().scaled(time_scale)
+    async with await Bus.connect(broker.url("control"), role="control", times=times) as bus:
+        mesh = Mesh(folder, broker, bus, time_scale)
+        await bus.subscribe(subjects.ALL_BEATS, mesh.hear)
+        try:
+            yield mesh
+        finally:
+            mesh.stop()
 
 
 @dataclass(frozen=True, slots=True)
