@@ -52,6 +52,16 @@ class Answer:
         """Of all choices, where ids are seen."""
         return sum(len(run) for run in self.ids)
 
+    def beginning(self, part: Answer) -> Answer:
+        """As much of this answer as ``part`` has."""
+        made = Answer(self.num_choices)
+        for index in range(self.num_choices):
+            made.ids[index] = self.ids[index][: len(part.ids[index])]
+            made.texts[index] = self.texts[index][: len(part.texts[index])]
+            made.logprobs[index] = self.logprobs[index][: len(part.logprobs[index])]
+            made.reasons[index] = part.reasons[index] and self.reasons[index]
+        return made
+
     def complete(self, usage: Usage | None, now_s: float) -> None:
         """The end was read."""
         self.usage = usage

@@ -20,6 +20,7 @@ from schemas.errors import BusUnavailable, MeshError
 from schemas.tokens import TokenDelta, Usage
 
 RETRY_S = 0.1
+RESUME_WINDOW_S = "30"  # a request outlives its client for so long
 _LEAVE_S = 2.0
 _RETRYABLE_STATUS = (429, 503)
 _RETRYABLE_CODES = ("shutting_down",)  # of error events: the bridge goes, the request stays
@@ -271,6 +272,7 @@ class SseClient:
         self._is_mesh = is_mesh
         self._turn = itertools.cycle(range(len(self.urls)))
         self.homes: dict[str, str] = {}  # label -> the server that it reads from
+        self.not_coming_back: set[str] = set()  # labels: their requests end with the connection
 
     async def run(self, case: Case, label: str, answer: Answer) -> None:
         """See :class:`Client`."""
@@ -295,7 +297,9 @@ class SseClient:
         body, client = SseText(answer), HttpClient(url)
         headers = {"X-Request-Id": label}
         if self._is_mesh:
-            headers |= {"x-mesh-event-ids": "1", "x-mesh-resume-window": "30"}
+            headers["x-mesh-event-ids"] = "1"
+            if label not in self.not_coming_back:
+                headers["x-mesh-resume-window"] = RESUME_WINDOW_S
         try:
             async with asyncio.timeout(self.stall_s) as limit:
                 status = await client.post(

@@ -43,7 +43,7 @@ class Stream:
     trace: Trace
     answer: Answer
     home: Callable[[], str]  # the bridge that it reads from now; "" on the bus
-    has_left: bool = False  # its client was told to leave
+    num_tokens_left: int | None = None  # had come when its client was told to leave
     task: asyncio.Task[None] | None = None
 
 
@@ -71,6 +71,7 @@ class Fault(ABC):
     role: ClassVar[str] = ""
     kind: ClassVar[str] = "other"
     points: ClassVar[tuple[str, ...]] = ALL_POINTS
+    client_stays: ClassVar[bool] = True  # of the marked request
 
     def why_not(self, scene: Scene) -> str:
         """Why it can't happen in this mesh; "" when it can."""
@@ -243,11 +244,12 @@ class ClientLeaves(Fault):
     """The marked request's client goes away: the request must end, and its blocks be freed."""
 
     name = "client-leaves"
+    client_stays = False
 
     async def inject(self, scene: Scene, target: Target | None, marked: Stream) -> None:
         """See :class:`Fault`."""
         assert marked.task is not None, "started"
-        marked.has_left = True
+        marked.num_tokens_left = marked.trace.num_tokens
         marked.task.cancel()
 
 

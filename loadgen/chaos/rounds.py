@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import random
 import time
@@ -17,15 +18,17 @@ from loadgen.chaos.leaks import leaked_blocks
 from loadgen.chaos.mesh import Target
 from loadgen.chaos.points import EARLY_POINTS, POINTS, Hunt
 from loadgen.chaos.report import Tally
-from loadgen.chaos.witness import Witness
+from loadgen.chaos.witness import Trace, Witness
 from pipeline.claim_chain import ClaimChain
 from schemas.errors import BusUnavailable
+from schemas.tokens import ChainEntry, StreamEnd
 
 WHOLE_S = 90.0
 LEFT_S = 10.0  # after its client left, a request has so long to end
 _LATE_S = 1.0  # after its deadline a request may end so much later; then it hangs
 _STAGGER_S = 0.4
 _POLL_S = 0.05
+_CERTAIN_SHARE = 0.5  # who leaves before so much of an answer never sees its end
 
 
 @dataclass(slots=True, kw_only=True)
@@ -88,6 +91,7 @@ class Rounds:
         await mesh.until_whole(WHOLE_S)
         self._witness.forget_all()
         self._http.homes.clear()
+        self._http.not_coming_back.clear()
         strikes_bridge = any(blow.fault.role == "bridge" for blow in blows)
         self._http.stall_s = mesh.bus.times.dead_s if strikes_bridge else self._timeout_s
         try:
@@ -182,7 +186,10 @@ class Rounds:
         if blow.point in EARLY_POINTS:
             cases = [case for case in cases if case.is_long]
         uses_http = blow.fault.role == "bridge" or rng.random() < 0.5
-        return self._new(rng.choice(cases), self._http if uses_http else self._bus, streams)
+        marked = self._new(rng.choice(cases), self._http if uses_http else self._bus, streams)
+        if not blow.fault.client_stays:
+            self._http.not_coming_back.add(marked.label)
+        return marked
 
     # -- judge ----------------------------------------------------------------------------------
 
@@ -190,7 +197,7 @@ class Rounds:
         result = RoundResult(tally=Tally(faults=len(blows)), blows=blows)
         for stream in streams:
             expected = self._cases[stream.case.name][1]
-            if stream.has_left:
+            if stream.num_tokens_left is not None:
                 problem = await self._judge_left(expected, stream, result.tally)
             else:
                 problem = result.tally.judge(expected, stream.answer)
@@ -202,34 +209,38 @@ class Rounds:
         for blow in blows:
             for stream in blow.affected:
                 recovery_s = stream.answer.recovery_s(blow.struck_s)
-                if recovery_s is not None and not stream.has_left:
+                if recovery_s is not None and stream.num_tokens_left is None:
                     result.tally.recoveries_s.append(recovery_s)
         return result
 
     async def _judge_left(self, expected: Answer, stream: Stream, tally: Tally) -> str:
-        """What it had read must be how the answer begins, and the request must end soon."""
-        got = stream.answer
-        if not got.has_ended:
-            beginning = Answer(got.num_choices)
-            beginning.ids = [e[: len(g)] for e, g in zip(expected.ids, got.ids, strict=True)]
-            beginning.texts = [e[: len(g)] for e, g in zip(expected.texts, got.texts, strict=True)]
-            beginning.logprobs, beginning.reasons = got.logprobs, got.reasons
-            found = compare(beginning, got)
-            tally.wrong_tokens += found.lost + found.duplicate + found.wrong
+        """What it had read must be how the answer begins, and the request must be cancelled."""
         tally.streams += 1
-        trace = stream.trace
+        got, trace = stream.answer, stream.trace
+        if not got.has_ended:
+            found = compare(expected.beginning(got), got)
+            tally.wrong_tokens += found.lost + found.duplicate + found.wrong
+            if found:
+                return "what was read before its client left is wrong"
         if not trace.request_id:
             return ""  # it left before anybody had heard of it
+        end = await self._end_of(trace)
+        num_left = (stream.num_tokens_left or 0) / max(1, expected.num_tokens)
+        if end is None or (isinstance(end, StreamEnd) and num_left < _CERTAIN_SHARE):
+            tally.hung_requests += 1
+            return "went on although its client had left"
+        return ""
+
+    async def _end_of(self, trace: Trace) -> ChainEntry | None:
+        """How a request ended; None when it has not, long after."""
         ends_s = time.monotonic() + LEFT_S
         while time.monotonic() < ends_s:
-            try:
-                if (await self._chain.tip(trace.reader, trace.request_id)).has_ended:
-                    return ""
-            except BusUnavailable:
-                pass
+            with contextlib.suppress(BusUnavailable):
+                tip = await self._chain.tip(trace.reader, trace.request_id)
+                if tip.has_ended:
+                    return tip.entry
             await asyncio.sleep(_POLL_S)
-        tally.hung_requests += 1
-        return "goes on although its client left"
+        return None
 
 
 def plan(

@@ -134,3 +134,12 @@ def test_the_first_failure_stays_and_an_end_is_an_end() -> None:
     ended.complete(None, 1.0)
     ended.fail("late", "c")
     assert ended.error == ""
+
+
+def test_what_was_read_so_far_is_compared_with_the_beginning() -> None:
+    """A client that leaves early has lost nothing; a wrong token among what it read is wrong."""
+    expected = answer(1, 2, 3, text="abc")
+    part = answer(1, 2, text="ab", reason="")
+    assert not compare(expected.beginning(part), part)
+    part.ids[0][1] = 9
+    assert compare(expected.beginning(part), part).wrong == 1
