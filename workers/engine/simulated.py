@@ -158,8 +158,7 @@ class SimulatedRunner:
         if sampling.logprobs is None:
             return Sampled(token_id=token_id)
         others = {
-            self._token_of(mix(state, rank), few): None
-            for rank in range(2, 2 + sampling.logprobs)
+            self._token_of(mix(state, rank), few): None for rank in range(2, 2 + sampling.logprobs)
         }
         others.pop(token_id, None)
         ranked = [token_id, *others][: sampling.logprobs]

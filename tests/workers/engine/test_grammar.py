@@ -32,6 +32,7 @@ from workers.engine.api import EngineInfo
 from workers.engine.engine import Engine
 from workers.engine.grammar import Grammars, Matcher
 from workers.engine.output import Vocabulary
+from workers.engine.penalties import adjust_logits
 from workers.engine.sampler import sample
 
 PERSON = {
@@ -192,6 +193,18 @@ def test_only_allowed_tokens_are_drawn_and_listed() -> None:
         assert got.token_id == 9
         assert [token_id for token_id, _ in got.top] == [9, 3]
         assert sum(torch.tensor([logprob for _, logprob in got.top]).exp()) == pytest.approx(1)
+
+
+def test_many_allowed_tokens_are_kept_as_few_are() -> None:
+    """Both ways of masking leave what is allowed as it was, and nothing else."""
+    logits = torch.randn(2, 5000, generator=torch.Generator().manual_seed(2))
+    many, few = bytearray(b"\xff" * 600), bytearray(b"\x11" * 100)
+    rows = [replace(row(), allowed=bytes(bits)) for bits in (many, few)]
+    got = adjust_logits(logits, rows, EOS)
+    for number, ids in enumerate((range(4800), [i for i in range(800) if i % 4 == 0])):
+        expected = torch.full((5000,), -torch.inf)
+        expected[list(ids)] = logits[number][list(ids)]
+        assert torch.equal(got[number], expected)
 
 
 def test_rows_without_a_mask_are_not_touched() -> None:
