@@ -106,14 +106,18 @@ def chaos(
 
 def _attached(nats: str, control: str, bridges: list[str], data: Path | None) -> dict[str, Any]:
     """Where a running mesh is: what was given, else what its data directory says."""
-    bus = load(BusConfig, Sources.gather(flags={"nats_url": nats, "data": data}))
+
+    def settings(nats_url: str) -> BusConfig:
+        given = {"nats_url": nats_url or None, "data": str(data) if data else None}
+        return load(BusConfig, Sources.gather(flags=given))
+
+    bus = settings(nats)
     found = read_mesh_file(bus.data)
     if not bridges and found is not None and not nats:
         bridges = [found.url]
-    roles = load(BusConfig, Sources.gather(flags={"nats_url": control or nats, "data": data}))
     return {
         "nats_url": bus.url("client"),
-        "control_nats_url": roles.url("control"),
+        "control_nats_url": settings(control or nats).url("control"),
         "bridges": tuple(bridges),
     }
 

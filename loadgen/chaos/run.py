@@ -138,6 +138,7 @@ async def _play_all(
         mesh = ChaosMesh(bus, place.bridges, place.client_nats_url)
         await mesh.watch()
         await _until_there(mesh, settings)
+        report.engine = ", ".join(sorted({beat.engine for beat in mesh.ready("worker")}))
         witness = Witness(bus)
         await witness.start()
         scene = Scene(
