@@ -32,9 +32,10 @@ from rich.console import Console
 from infra.children import die_with
 from loadgen.chaos.answer import Answer, compare
 from loadgen.chaos.cases import Case, make_cases
-from loadgen.chaos.clients import NoResume, SseClient
+from loadgen.chaos.clients import SseClient
 from loadgen.chaos.mesh import until
 from loadgen.chaos.report import ChaosReport, Tally
+from loadgen.chaos.resume import NoResume
 from schemas.errors import ConfigError, MeshError
 
 VERBS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "term": signal.SIGTERM}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from loadgen.chaos.answer import Answer, compare
 from loadgen.chaos.cases import Case
 from loadgen.chaos.clients import BusClient, Client, SseClient
-from loadgen.chaos.faults import Fault, Scene, Stream
+from loadgen.chaos.fault import Fault, Scene, Stream
 from loadgen.chaos.leaks import leaked_blocks
 from loadgen.chaos.mesh import Target
 from loadgen.chaos.points import EARLY_POINTS, POINTS, Hunt

@@ -17,11 +17,13 @@ from infra.bus import Bus
 from infra.times import Times
 from loadgen.chaos.answer import Answer, compare
 from loadgen.chaos.cases import Case, make_cases, with_stop
-from loadgen.chaos.clients import BusClient, BusResume, HttpResume, Resume, SseClient
-from loadgen.chaos.faults import FAULTS, Scene
+from loadgen.chaos.clients import BusClient, SseClient
+from loadgen.chaos.fault import Scene
+from loadgen.chaos.faults import FAULTS
 from loadgen.chaos.mesh import ChaosMesh, NotWhole, Target, until
 from loadgen.chaos.own_mesh import OwnSettings, Starter, own_chaos_mesh
 from loadgen.chaos.report import ChaosReport
+from loadgen.chaos.resume import BusResume, HttpResume, Resume
 from loadgen.chaos.rounds import RoundResult, Rounds, plan
 from loadgen.chaos.settings import ChaosSettings
 from loadgen.chaos.witness import Witness
@@ -126,7 +128,6 @@ async def _play_all(
     settings: ChaosSettings, place: Place, report: ChaosReport, say: Say
 ) -> ChaosMesh:
     times = Times().scaled(settings.time_scale)
-    rng = random.Random(settings.seed)
     async with AsyncExitStack() as stack:
         url = place.control_nats_url
         bus = await stack.enter_async_context(
@@ -141,15 +142,7 @@ async def _play_all(
         report.engine = ", ".join(sorted({beat.engine for beat in mesh.ready("worker")}))
         witness = Witness(bus)
         await witness.start()
-        scene = Scene(
-            mesh=mesh,
-            client_nats_url=place.client_nats_url,
-            control_nats_url=url,
-            model=settings.model_name,
-            rng=rng,
-            time_scale=settings.time_scale,
-            starter=place.starter,
-        )
+        scene = _scene(settings, place, mesh)
         bus_client = BusClient(client, settings.model_name, settings.timeout_s)
         cases = await _undisturbed(settings, bus_client, bus)
         resume = await _resume(settings, place.bridges[0], bus, witness, report)
@@ -162,6 +155,18 @@ async def _play_all(
         )  # fmt: skip
         await _play(settings, scene, rounds, report, say)
         return mesh
+
+
+def _scene(settings: ChaosSettings, place: Place, mesh: ChaosMesh) -> Scene:
+    return Scene(
+        mesh=mesh,
+        client_nats_url=place.client_nats_url,
+        control_nats_url=place.control_nats_url,
+        model=settings.model_name,
+        rng=random.Random(settings.seed),
+        time_scale=settings.time_scale,
+        starter=place.starter,
+    )
 
 
 async def _until_there(mesh: ChaosMesh, settings: ChaosSettings) -> None:

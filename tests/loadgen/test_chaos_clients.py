@@ -18,7 +18,8 @@ from starlette.routing import Route
 from infra.http_server import bind, http_server
 from loadgen.chaos.answer import Answer
 from loadgen.chaos.cases import Case
-from loadgen.chaos.clients import BusResume, HttpResume, NoResume, Resume, SseClient
+from loadgen.chaos.clients import SseClient
+from loadgen.chaos.resume import BusResume, HttpResume, NoResume, Resume
 from pipeline.client import MeshClient
 from schemas.errors import BusUnavailable, InvalidRequest
 from schemas.requests import SamplingParams

@@ -12,7 +12,8 @@ import pytest
 
 from loadgen.chaos.answer import Answer
 from loadgen.chaos.cases import make_cases, with_stop
-from loadgen.chaos.faults import FAULTS, Fault, Scene, Stream, register
+from loadgen.chaos.fault import Fault, Scene, Stream, register
+from loadgen.chaos.faults import FAULTS
 from loadgen.chaos.jumping_clock import JUMP_S, JumpingClock
 from loadgen.chaos.mesh import Target
 from loadgen.chaos.points import POINTS
@@ -51,7 +52,7 @@ def test_a_fault_strikes_at_points_that_exist(fault: type[Fault]) -> None:
 
 def test_one_small_class_makes_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """Name, points and what it does: then it can be planned like any other."""
-    monkeypatch.setattr("loadgen.chaos.faults.FAULTS", dict(FAULTS))
+    monkeypatch.setattr("loadgen.chaos.fault.FAULTS", dict(FAULTS))
 
     @register
     class PullCable(Fault):
