@@ -39,6 +39,7 @@ from schemas.requests import RequestRecord
 from schemas.tokens import Claim, StreamError
 
 _RETRY_S = 0.1
+_RECORD_TRIES, _RECORD_RETRY_S = 5, 0.05  # any server of a cluster may be a moment behind
 _REMEMBERED = 8192  # claims made: their tasks may be delivered again
 _MAX_LETTER_BYTES = 512 * 1024
 
@@ -169,10 +170,12 @@ class Claims:
         record = task.record if isinstance(task, PrefillTask) else task.ready.record
         if record is not None:
             return record
-        found = await self.chain.record(task.request_id)
-        if found is None:
-            raise SchemaError(f"no record of request {task.request_id}", param="request_id")
-        return found[1]
+        for _ in range(_RECORD_TRIES):
+            found = await self.chain.record(task.request_id)
+            if found is not None:
+                return found[1]
+            await asyncio.sleep(_RECORD_RETRY_S)
+        raise SchemaError(f"no record of request {task.request_id}", param="request_id")
 
     async def claim(self, work: TaskWork, record: RequestRecord, role: str) -> Claimed | None:
         """Claim what ``work`` asks for; owed from here on.

@@ -9,7 +9,7 @@ from infra.bus import TOKENS, Bus, replay
 from pipeline.claim_chain import ClaimChain
 from pipeline.ownership import RequestView
 from schemas import subjects
-from schemas.errors import Poisoned, SchemaError
+from schemas.errors import BusUnavailable, Poisoned, SchemaError
 from schemas.tokens import TokenBatch, decode_chain_entry, decode_stream_message
 from workers.claims import Claimed
 
@@ -50,6 +50,8 @@ async def _view(bus: Bus, chain: ClaimChain, claimed: Claimed) -> RequestView:
                     view.apply_entry(message.seq, decode_chain_entry(message.data))
                 else:
                     _apply_tokens(view, message.data)
+    if view.chain_seq != claimed.seq:  # the server that we read from is not up to date
+        raise BusUnavailable(f"claim {claimed.key} can't be read yet")
     return view
 
 
