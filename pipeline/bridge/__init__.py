@@ -7,5 +7,7 @@ convert     OpenAI's body -> InferenceRequest
 generate    the token streams behind one answer
 sse         deltas -> events                answers   deltas -> one JSON answer
 logprobs    in OpenAI's two forms           errors    of HTTP alone
-limits      bounds                          ports     what is needed of the rest of the mesh
+note        what another bridge must know   resume    a stream read on, through any bridge
+windows     requests without a client       ports     what is needed of the rest of the mesh
+limits      bounds
 """
