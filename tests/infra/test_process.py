@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -104,6 +105,31 @@ async def test_a_process_beats_serves_its_routes_and_drains(role: Role, until: U
     ]
     assert {line["process"] for line in lines} == {beat.process}
     assert stderr == ""
+
+
+async def test_a_process_without_its_broker_is_not_ready(
+    role: Role, broker: EmbeddedBroker, until: Until
+) -> None:
+    """/ready says what is missing, although no beat can; it is ready again with the broker."""
+    role.start("stay")
+    await until(lambda: "ready" in role.states, 10)
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{role.beats[-1].health_port}") as http:
+
+        async def is_ready() -> bool:
+            answer = await http.get("/ready")
+            assert answer.json()["failing"] == (
+                {} if answer.status_code == 200 else {"bus": "broker not reachable"}
+            )
+            return answer.status_code == 200
+
+        await broker.kill()
+        async with asyncio.timeout(10):
+            while await is_ready():
+                await asyncio.sleep(0.02)
+            assert (await http.get("/health")).status_code == 200
+            await broker.restart()
+            while not await is_ready():
+                await asyncio.sleep(0.02)
 
 
 async def test_beats_come_as_often_as_the_times_say(role: Role, until: Until) -> None:
