@@ -81,7 +81,7 @@ class Child:
             code = await self._run_once()
             if self._stopping.is_set() or not await self._on_death(self, code):
                 return
-            wait_s = self._backoff.after(time.monotonic() - started_s)
+            wait_s = self._backoff.after(time.monotonic() - started_s, is_clean=code == 0)
             self._say(f"{self.spec.name} {describe_exit(code)}; starting again in {wait_s:.1f} s")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):

@@ -23,7 +23,7 @@ from pipeline.placement import LeastLoaded
 from pipeline.registry import Registry
 from pipeline.router import Router
 from pipeline.stage import Stage, StageContext, parse_as
-from pipeline.takeover import TakeOver
+from pipeline.takeover import TakeOver, redeliver_to_control
 from pipeline.tokenize_service import TokenizeService
 from pipeline.tokenizing import ChatTokenizer
 from schemas.kv import KvReady
@@ -76,6 +76,7 @@ async def serve_control(ctx: RoleContext, config: ControlConfig) -> None:
         tasks.create_task(takeover.run(), name="take-over")
         tasks.create_task(registry.run(), name="registry")
         tasks.create_task(_stop_when_draining(ctx, admit, route), name="drain")
+        await redeliver_to_control(bus)  # of the one that we replace, perhaps
         ctx.ready()
         async with asyncio.TaskGroup() as stages:
             stages.create_task(admit.run(), name="admission")

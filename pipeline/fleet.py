@@ -61,7 +61,8 @@ class Fleet:
                 self._bury(member.beat, now_s)
 
     def take_verdicts(self) -> list[Beat]:
-        """The last beats of workers declared dead since the last call."""
+        """The last beats of workers and control processes that were declared dead, or left,
+        since the last call."""
         verdicts, self._verdicts = self._verdicts, []
         return verdicts
 
@@ -116,6 +117,8 @@ class Fleet:
         self._drained &= self._dead_workers.keys()
 
     def _bury(self, beat: Beat, now_s: float) -> None:
+        if beat.kind == "control":
+            self._verdicts.append(beat)
         if beat.worker and beat.worker not in self._dead_workers:
             self._dead_workers[beat.worker] = now_s
             self._verdicts.append(beat)

@@ -21,9 +21,16 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from infra.bus import Bus, Msg, WorkMessage
+from infra.bus import (
+    Bus,
+    Msg,
+    WorkMessage,
+    admission_consumer,
+    any_consumer,
+    kv_ready_consumer,
+)
 from infra.bus.names import TOKENS
-from infra.bus.reaper import Placement, next_attempt, reap, waiting_work
+from infra.bus.reaper import Placement, next_attempt, reap, redeliver, waiting_work
 from infra.bus.replay import replay
 from infra.log import Logger
 from infra.metrics import Metrics
@@ -299,7 +306,11 @@ class TakeOver:
             await _set_or_late(self._must_reap, 4 * self._bus.times.beat_s)
 
     async def _fence(self, beat: Beat) -> None:
-        """A dead worker's consumers go, so a frozen one learns that it was given up."""
+        """A dead worker's consumers go, so a frozen one learns that it was given up. What a dead
+        process had taken from shared queues comes to others at once."""
+        if beat.kind == "control":
+            await redeliver_to_control(self._bus)
+            return
         facts = {"worker": beat.worker, "process": beat.process}
         if self._fleet.has_drained(beat.worker) and not self.ledger.held_by(beat.worker):
             self._log.info("worker_left", **facts)
@@ -307,6 +318,7 @@ class TakeOver:
             self._log.warning("worker_dead", **facts)
         for stage in beat.roles:
             await self._move_queue(stage, beat.served, beat.worker)
+            await redeliver(self._bus, any_consumer(stage, beat.served, self._bus.times))
 
     async def _sweep(self) -> None:
         """Look for queues whose worker is dead: an old view may still have placed there."""
@@ -330,6 +342,16 @@ class TakeOver:
         num_moved = await reap(self._bus, stage, served, worker, to_shared)
         if num_moved:
             self._log.warning("queue_moved", worker=worker, stage=stage, num_moved=num_moved)
+
+
+async def redeliver_to_control(bus: Bus) -> None:
+    """What a control process that died had taken and not finished comes to another at once.
+
+    Raises:
+        BusUnavailable, BrokerRefused: not done; it comes after ``ack_wait_s``.
+    """
+    for consumer in (admission_consumer(bus.times), kv_ready_consumer(bus.times)):
+        await redeliver(bus, consumer)
 
 
 async def _set_or_late(event: asyncio.Event, timeout_s: float) -> None:

@@ -59,7 +59,7 @@ def until() -> Until:
 
     async def wait(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
         async with asyncio.timeout(timeout_s):
-            while not condition():  # noqa: ASYNC110 - a condition has no event
+            while not condition():
                 await asyncio.sleep(0.005)
 
     return wait

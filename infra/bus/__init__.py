@@ -20,7 +20,7 @@ from infra.bus.message import Stored, StoredMessage
 from infra.bus.names import DEAD, MODELS, MODELS_BUCKET, OBJECTS, OBJECTS_BUCKET, TOKENS, WORK
 from infra.bus.objects import ObjectBox, load_payload, publish_work
 from infra.bus.pull import WorkMessage, WorkPull
-from infra.bus.reaper import Placement, next_attempt, reap, waiting_work
+from infra.bus.reaper import Placement, next_attempt, reap, redeliver, waiting_work
 from infra.bus.replay import end_of_stream, replay
 from infra.bus.server import EmbeddedBroker
 from infra.bus.stream_reader import StreamReader
@@ -69,6 +69,7 @@ __all__ = [
     "next_attempt",
     "publish_work",
     "reap",
+    "redeliver",
     "replay",
     "waiting_work",
     "worker_consumer",

@@ -225,9 +225,10 @@ class WorkPull:
             self._is_lost, self._credit = True, 0
 
     async def _give_back(self) -> None:
+        """With a pause: without one a message would come back to our own pull, while it lasts."""
         while self._given_back:
             try:
-                await self._given_back[-1].nak()
+                await self._given_back[-1].nak(self._expiry_s)
             except BusUnavailable:
                 pass  # it comes again by itself
             self._given_back.pop()

@@ -12,12 +12,15 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from nats.js.api import ConsumerConfig
+
 from infra.bus.connection import Bus
-from infra.bus.errors import NobodyListens
+from infra.bus.errors import BrokerRefused, NobodyListens
 from infra.bus.names import WORK
 from infra.bus.pull import WorkMessage, WorkPull
 from infra.bus.topology import (
     delete_consumer,
+    ensure_consumer,
     reap_consumer,
     worker_consumer,
 )
@@ -57,6 +60,32 @@ async def waiting_work(bus: Bus) -> dict[str, int]:
 async def _num_messages(bus: Bus, subject_filter: str) -> dict[str, int]:
     info = await bus.api(f"STREAM.INFO.{WORK}", {"subjects_filter": subject_filter})
     return dict(info["state"].get("subjects") or {})
+
+
+async def redeliver(bus: Bus, config: ConsumerConfig) -> int:
+    """Let what a dead process holds of a shared queue come to another at once.
+
+    The consumer is deleted and made again, which the others that pull on it take as a sign to
+    begin anew. Everything un-acked is delivered again, also what a living process holds: handlers
+    of shared queues take repeats.
+
+    Returns:
+        How many messages were held.
+
+    Raises:
+        BusUnavailable, BusForbidden, BrokerRefused: as :meth:`Bus.api`.
+    """
+    try:
+        info = await bus.api(f"CONSUMER.INFO.{WORK}.{config.name}")
+    except BrokerRefused as error:
+        if error.status == 404:
+            return 0
+        raise
+    num_held = int(info["num_ack_pending"])
+    if num_held:
+        await delete_consumer(bus, WORK, str(config.name))
+        await ensure_consumer(bus, WORK, config)
+    return num_held
 
 
 async def reap(bus: Bus, stage: str, served: str, worker: str, place: Place) -> int:

@@ -29,3 +29,11 @@ def test_the_pause_stays_in_its_bounds(lives: list[float]) -> None:
     """Whatever lives the child had."""
     backoff = Backoff()
     assert all(FIRST_S <= backoff.after(lived) <= LONGEST_S for lived in lives)
+
+
+def test_an_orderly_end_is_no_failure() -> None:
+    """A child that was drained over and over comes back at once each time."""
+    backoff = Backoff()
+    for _ in range(3):
+        backoff.after(1.0)
+    assert [backoff.after(1.0, is_clean=True) for _ in range(3)] == [FIRST_S] * 3

@@ -257,7 +257,7 @@ async def test_a_drained_child_comes_back_unless_it_is_to_stay_down(
 
 async def _until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(START_S):
-        while not condition():  # noqa: ASYNC110 - a condition has no event
+        while not condition():
             await asyncio.sleep(0.01)
 
 

@@ -201,3 +201,17 @@ def test_the_smallest_worker_says_how_long_a_sequence_may_be() -> None:
         fleet.hear(told, 1.0)
     assert fleet.max_sequence_tokens(SERVED) == 60
     assert fleet.max_sequence_tokens("other@r1") is None
+
+
+def test_control_processes_that_die_are_told_of() -> None:
+    """What they held of the shared queues is to be delivered again at once."""
+    fleet = Fleet(dead_s=1.0, now_s=0.0)
+    control = msgspec.structs.replace(beat("control-a"), kind="control", worker="", roles=())
+    fleet.hear(control, 0.0)
+    fleet.judge(0.9)
+    assert fleet.take_verdicts() == []
+    fleet.judge(1.1)
+    assert fleet.take_verdicts() == [control]
+    gone = msgspec.structs.replace(control, process="control-b", state="gone")
+    fleet.hear(gone, 1.2)
+    assert fleet.take_verdicts() == [gone]

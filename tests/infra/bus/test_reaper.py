@@ -10,9 +10,11 @@ from infra.bus import (
     NobodyListens,
     Placement,
     WorkPull,
+    any_consumer,
     ensure_topology,
     next_attempt,
     reap,
+    redeliver,
     waiting_work,
     worker_consumer,
 )
@@ -150,3 +152,29 @@ async def _reap_until_done(bus, place):
             return await reap(bus, "decode", "m@r", "dead", place)
         except BusUnavailable:
             await bus.until_connected(5)
+
+
+async def test_what_a_dead_process_held_of_a_shared_queue_comes_at_once(bus, times, until):
+    """Long before ``ack_wait``, to whoever pulls; a shared consumer that nobody has is fine."""
+    shared = any_consumer("decode", "m@r", times)
+    assert await redeliver(bus, shared) == 0
+    subject = subjects.decode("m@r")
+    held, got = [], []
+    dead = WorkPull(bus, shared, held.append, lambda: 2 - len(held))
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(dead.run())
+        for number in range(4):
+            await bus.publish_stored(subject, str(number).encode(), msg_id=f"shared-{number}")
+        await until(lambda: len(held) == 2)
+        running.cancel()
+    living = WorkPull(bus, shared, got.append, lambda: 100 - len(got))
+    async with asyncio.timeout(times.ack_wait_s / 2), asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(living.run())
+        await until(lambda: len(got) == 2)
+        for message in got:
+            await message.ack_sync()
+        assert await redeliver(bus, shared) == 2
+        await until(lambda: len(got) == 4)
+        running.cancel()
+    assert sorted(message.data for message in got) == [b"0", b"1", b"2", b"3"]
+    assert await redeliver(bus, shared) == 2
