@@ -285,9 +285,13 @@ class Workplace:
                     await asyncio.sleep(0.01)
 
     async def restart_broker(self) -> None:
-        """Start it again, killed or not; we are connected again afterwards."""
+        """Kill it, if that is not done yet, and start it again; everybody has noticed both."""
+        await self.broker.kill()
+        buses = [self.bus, *(worker.ctx.bus for worker in self.workers.values())]
+        await until(lambda: not any(bus.is_connected for bus in buses))
         await self.broker.restart()
-        assert await self.bus.until_connected(PATIENCE_S)
+        for bus in buses:
+            assert await bus.until_connected(PATIENCE_S)
 
     async def until_queues_empty(self) -> None:
         """Wait until every work message is acked."""
