@@ -146,6 +146,12 @@ class Bus:
         return self._client.is_connected
 
     @property
+    def num_reconnects(self) -> int:
+        """How often the connection was made anew. Raised before anything can be said on the new
+        one, and so before ``on_reconnected`` tells."""
+        return int(self._client.stats["reconnects"])
+
+    @property
     def max_payload(self) -> int:
         """The broker's limit for payload and headers together, in bytes."""
         return self._client.max_payload

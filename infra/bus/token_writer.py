@@ -52,6 +52,7 @@ class TokenWriter:
         self._next = 0
         self._inbox = bus.new_inbox()
         self._generation = 0  # raised whenever everything is written again
+        self._connection = bus.num_reconnects  # on which it was written
         self._asked: dict[int, float | None] = {}  # in order; when, or None: answered
         self._asked_at_s = 0.0
         self._answer_s = _ANSWER_S
@@ -143,7 +144,14 @@ class TokenWriter:
     # -- writing -------------------------------------------------------------------------------
 
     async def _write(self, number: int, *, ask: bool) -> bool:
-        """Write one batch of the ring; False when the broker does not take it now."""
+        """Write one batch of the ring; False when the broker does not take it now.
+
+        On a new connection everything is written from the ring's beginning: an answer to what is
+        written there says nothing of what went down with the old one.
+        """
+        if self._connection != self._bus.num_reconnects:
+            self._start_over()
+            return False
         subject, data = self._ring[number - self._first]
         generation = self._generation
         reply = f"{self._inbox}.{generation}.{number}" if ask else ""
@@ -161,6 +169,7 @@ class TokenWriter:
 
     def _start_over(self) -> None:
         """Write everything unconfirmed again."""
+        self._connection = self._bus.num_reconnects
         self._generation += 1
         self._asked.clear()
         self._next = self._first

@@ -145,8 +145,10 @@ class Detokenizer:
         return piece
 
     def _move_context(self, token_ids: list[int]) -> None:
-        self._context = token_ids
-        self._context_text = self._vocabulary.decode(token_ids)
+        text = self._vocabulary.decode(token_ids)
+        if text.endswith(REPLACEMENT):  # ends within a character: what follows stands by itself
+            token_ids, text = [], ""
+        self._context, self._context_text = token_ids, text
 
 
 class OutputProcessor:

@@ -144,6 +144,30 @@ async def test_an_unanswered_question_keeps_later_answers_from_confirming(connec
 # -- reader ------------------------------------------------------------------------------------
 
 
+async def test_an_answer_on_a_new_connection_says_nothing_of_the_old_one(
+    broker, connect, bus, until
+):
+    """What went down with the old broker is written again before a later batch can be confirmed,
+    also in the moment before the reconnect is told."""
+    connection = await connect("worker")
+    writer = TokenWriter(connection)
+    async with running(writer):
+        await writer.put(STREAM, b"0", ask=True)
+        await writer.flush(5)
+        told = connection.on_reconnected[:]
+        connection.on_reconnected.clear()  # the moment before it is told, made long
+        writer._sample_s = 1000.0  # nobody asks by the way
+        os.kill(broker.pid, signal.SIGSTOP)
+        await _write(writer, range(1, 4))  # into the socket of a broker that never reads them
+        await broker.restart()
+        await until(lambda: connection.num_reconnects == 1 and connection.is_connected)
+        await writer.put(STREAM, b"4", ask=True)
+        await writer.flush(5)
+        connection.on_reconnected += told
+    assert await bus.until_connected(5)
+    assert _in_order_once(int(message.data) for message in await _stored(bus)) == 5
+
+
 async def test_tokens_and_chains_come_in_one_order(connect, bus, until):
     """Two publishers on the reader's subjects: what arrives is the stream, from first to last."""
     listener = Listener(await connect("bridge"))
