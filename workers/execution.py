@@ -198,7 +198,7 @@ class Execution:
             self._log.exception("request_not_taken", key=claimed.key)
             await self._abandon(claimed, EngineFailed(f"the engine did not take it: {error}"))
         else:
-            point: Point = "prefill_received" if claimed.role == "prefill" else "decode_received"
+            point: Point = "prefill_started" if claimed.role == "prefill" else "decode_started"
             await self.trace.mark(claimed.record.request_id, point)
 
     def _request(self, claimed: Claimed, imported: Import) -> EngineRequest:

@@ -16,7 +16,14 @@ from infra.bus import Bus
 from schemas.errors import BusUnavailable
 from schemas.subjects import ROOT
 
-Point = Literal["prefill_received", "kv_ready_published", "decode_received", "token_written"]
+Point = Literal[
+    "prefill_received",
+    "prefill_started",
+    "kv_ready_published",
+    "decode_received",
+    "decode_started",
+    "token_written",
+]
 
 VARIABLE = "MESH_TRACE_HOPS"
 

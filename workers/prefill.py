@@ -31,6 +31,7 @@ class Prefill:
     async def handle(self, work: Work[PrefillTask]) -> Handled:
         """Claim, find the tokens that exist, give it to the engine."""
         task = work.message
+        await self._execution.trace.mark(task.request_id, "prefill_received")
         with self._claims.attempt(task) as is_first:
             if not is_first:
                 return Handled(outcome="repeated")

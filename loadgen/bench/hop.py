@@ -147,7 +147,8 @@ async def measure(settings: HopSettings) -> list[RequestHops]:
 def make_result(
     settings: HopSettings, hops: Sequence[RequestHops], machine: MachineNote
 ) -> BenchResult:
-    """The figures of ``hops``: percentiles per hop, and the sum of the three medians."""
+    """The figures of ``hops``: percentiles per hop and the sum of the three medians; and beside
+    them what a worker does with a task until its engine has it."""
     spreads = {
         "bridge_to_prefill_ms": _spread([one.bridge_to_prefill_ms for one in hops]),
         "kv_ready_to_decode_ms": _spread([one.kv_ready_to_decode_ms for one in hops]),
@@ -156,10 +157,15 @@ def make_result(
     figures: dict[str, Figure] = {
         **spreads,
         "sum_of_p50_ms": round(sum(spread["p50"] for spread in spreads.values()), 4),
+        "prefill_claim_ms": _spread([one.prefill_claim_ms for one in hops]),
+        "decode_claim_ms": _spread([one.decode_claim_ms for one in hops]),
         "num_requests": len(hops),
     }
     is_own = not settings.nats_url
-    notes = ["measuring points: client submits, engines receive, client holds the delta; no HTTP"]
+    notes = [
+        "measuring points: client submits, workers receive, client holds the delta; no HTTP",
+        "claim: the worker has the task until its engine has the request (decode: with its KV)",
+    ]
     if is_own:
         notes.append("simulated engine at its greatest speed")
     return BenchResult(

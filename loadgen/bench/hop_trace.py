@@ -3,9 +3,11 @@
 Workers started with ``MESH_TRACE_HOPS=1`` publish, at each point below, the request's id and
 CLOCK_MONOTONIC, which is one clock for all processes of a host:
 
-    prefill_received      the prefill worker's engine has the request
+    prefill_received      the prefill worker has the task
+    prefill_started       its engine has the request, under a claim that is stored
     kv_ready_published    the prefill worker begins to publish KvReady
-    decode_received       the decode worker's engine has the sequence with its KV
+    decode_received       the decode worker has the task
+    decode_started        its engine has the sequence with its KV, under a claim that is stored
     token_written         a delta that begins with token ``number`` is handed to the token writer
 
 The client adds two of its own: when it began to submit, and when it held each delta.
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -24,8 +26,11 @@ from schemas.errors import MeshError, SchemaError
 TRACE_SUBJECTS = "mesh.v1.trace.*"
 TRACE_VARIABLE = "MESH_TRACE_HOPS"
 
-Point = Literal["prefill_received", "kv_ready_published", "decode_received", "token_written"]
-STAGE_POINTS: tuple[Point, ...] = ("prefill_received", "kv_ready_published", "decode_received")
+StagePoint = Literal[
+    "prefill_received", "prefill_started", "kv_ready_published", "decode_received", "decode_started"
+]
+Point = StagePoint | Literal["token_written"]
+STAGE_POINTS: tuple[StagePoint, ...] = get_args(StagePoint)
 
 
 class HopEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,14 +75,24 @@ class RequestHops:
 
     @property
     def bridge_to_prefill_ms(self) -> float:
-        """Submitted by the client until the prefill worker's engine has it."""
+        """Submitted by the client until the prefill worker has its task."""
         return (self.points_ns["prefill_received"] - self.submitted_ns) / 1e6
 
     @property
+    def prefill_claim_ms(self) -> float:
+        """From there until it is claimed and in the engine."""
+        return (self.points_ns["prefill_started"] - self.points_ns["prefill_received"]) / 1e6
+
+    @property
     def kv_ready_to_decode_ms(self) -> float:
-        """KvReady published until the decode worker's engine has the sequence with its KV."""
+        """KvReady published until the decode worker has its task."""
         points_ns = self.points_ns
         return (points_ns["decode_received"] - points_ns["kv_ready_published"]) / 1e6
+
+    @property
+    def decode_claim_ms(self) -> float:
+        """From there until it is claimed, its KV copied, and the sequence in the engine."""
+        return (self.points_ns["decode_started"] - self.points_ns["decode_received"]) / 1e6
 
     @property
     def token_to_client_ms(self) -> list[float]:

@@ -36,9 +36,11 @@ class TracingMesh:
     async def submit(self, request: InferenceRequest) -> "TracingMesh":
         self.request = request
         self._tell("prefill_received")
+        self._tell("prefill_started")
         self._tell("token_written", 0)
         self._tell("kv_ready_published")
         self._tell("decode_received")
+        self._tell("decode_started")
         self._tell("token_written", 1)
         deltas = [
             TokenDelta(request_id=request.request_id, epoch=1, number=0, ids=(5,)),
@@ -83,8 +85,10 @@ def test_json_has_the_three_hops_their_sum_and_the_noise() -> None:
             written_ns={0: 9_000_000, 1: 12_000_000},
             points_ns={
                 "prefill_received": 2_000_000,
+                "prefill_started": 2_750_000,
                 "kv_ready_published": 5_000_000,
                 "decode_received": 6_500_000,
+                "decode_started": 7_000_000,
             },
         )
         for n in range(3)
@@ -93,6 +97,8 @@ def test_json_has_the_three_hops_their_sum_and_the_noise() -> None:
     content = json.loads(result.to_json())
     assert content["bridge_to_prefill_ms"] == {"p50": 2.0, "p99": 2.0}
     assert content["kv_ready_to_decode_ms"] == {"p50": 1.5, "p99": 1.5}
+    assert content["prefill_claim_ms"]["p50"] == 0.75
+    assert content["decode_claim_ms"]["p50"] == 0.5
     assert content["token_to_client_ms"]["p50"] == pytest.approx(1.0, abs=1e-3)
     assert content["sum_of_p50_ms"] == pytest.approx(4.5, abs=1e-3)
     assert content["num_requests"] == 3

@@ -16,9 +16,11 @@ def trace(point: str, monotonic_ns: int, number: int = 0, request_id: str = ID) 
 
 def whole(traces: HopTraces) -> None:
     traces.on_message(trace("prefill_received", 3_000_000))
+    traces.on_message(trace("prefill_started", 3_700_000))
     traces.on_message(trace("token_written", 5_000_000, 0))
     traces.on_message(trace("kv_ready_published", 6_000_000))
     traces.on_message(trace("decode_received", 8_500_000))
+    traces.on_message(trace("decode_started", 8_900_000))
     traces.on_message(trace("token_written", 9_000_000, 1))
 
 
@@ -32,6 +34,8 @@ async def test_hops_are_differences_of_their_two_points() -> None:
     found = await traces.wait(ID, 1.0)
     assert found.bridge_to_prefill_ms == pytest.approx(2.0)
     assert found.kv_ready_to_decode_ms == pytest.approx(2.5)
+    assert found.prefill_claim_ms == pytest.approx(0.7)
+    assert found.decode_claim_ms == pytest.approx(0.4)
     assert found.token_to_client_ms == pytest.approx([0.4, 1.0])
 
 
@@ -53,7 +57,7 @@ async def test_a_missing_point_is_named() -> None:
     traces.expect(ID).held_ns = {0: 1, 4: 1}
     traces.on_message(trace("prefill_received", 1))
     traces.on_message(trace("token_written", 1, 0))
-    with pytest.raises(NoTrace, match=r"decode_received, token_written 4 .*MESH_TRACE_HOPS=1"):
+    with pytest.raises(NoTrace, match=r"decode_started, token_written 4 .*MESH_TRACE_HOPS=1"):
         await traces.wait(ID, 0.01)
 
 
