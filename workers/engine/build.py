@@ -53,7 +53,6 @@ def build_torch_engine(
     pool = SharedPool(num_blocks, layout.block_bytes)
     runner = TorchRunner(loaded, layout, pool.slots)
     engine = Engine(runner, pool, Vocabulary.from_folder(loaded.facts.path), config)
-    engine.grammars.load()
     return engine
 
 

@@ -21,8 +21,9 @@ from workers.engine.kv_layout import KvLayout
 from workers.engine.kv_pool import KvPool
 from workers.engine.loader import LoadedModel
 from workers.engine.paged_step import PagedStep, Span
-from workers.engine.probe import check_attention, probe_layout
+from workers.engine.probe import probe_layout
 from workers.engine.sampler import sample
+from workers.engine.verdicts import check_attention_once
 
 
 def layout_of(loaded: LoadedModel, *, block_size: int) -> KvLayout:
@@ -33,7 +34,7 @@ def layout_of(loaded: LoadedModel, *, block_size: int) -> KvLayout:
     """
     facts = loaded.facts
     layout = probe_layout(loaded.model, revision=facts.revision, block_size=block_size)
-    check_attention(loaded.model, layout)
+    check_attention_once(loaded.model, layout)
     return layout
 
 

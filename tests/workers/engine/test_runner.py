@@ -20,6 +20,7 @@ from tests.workers.engine.conftest import TinyFolder
 from tests.workers.engine.torch_engines import greedy, prompts, reference_model
 from workers.engine import paged_step
 from workers.engine.api import ScheduledSequence
+from workers.engine.attention import IMPLEMENTATION
 from workers.engine.build import build_torch_engine
 from workers.engine.kv_layout import KvLayout
 from workers.engine.loader import load_model
@@ -248,3 +249,28 @@ def test_sampling_settings_reach_the_sampler(tiny_folder: TinyFolder) -> None:
     assert got[0].token_id != 77
     assert got[1].token_id == 77
     assert [len(one.top) for one in got] == [0, 2]
+
+
+def test_a_check_that_was_passed_is_not_made_again(
+    tiny_folder: TinyFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The verdict is kept in the user's cache, holds for this layout only, and a refusal is never
+    kept; the attention is ours in any case."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    checked: list[str] = []
+
+    def check(model: object, layout: KvLayout) -> None:
+        checked.append(layout.fingerprint)
+        if len(checked) == 1:
+            raise ModelUnsupported("away from transformers")
+        check_attention(model, layout)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("workers.engine.verdicts.check_attention", check)
+    loaded = load_model(tiny_folder("llama"), "fp32")
+    with pytest.raises(ModelUnsupported):
+        layout_of(loaded, block_size=4)
+    first, again = layout_of(loaded, block_size=4), layout_of(loaded, block_size=4)
+    assert first == again
+    other = layout_of(loaded, block_size=8)
+    assert checked == [first.fingerprint, first.fingerprint, other.fingerprint]
+    assert loaded.model.config._attn_implementation == IMPLEMENTATION
