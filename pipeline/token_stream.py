@@ -80,7 +80,6 @@ class StreamHub:
         self.chain = chain
         self.now_unix_ms = now_unix_ms
         self.tell_worker = tell_worker
-        self.num_undecodable = 0
         self.max_waiting = max_waiting
         self._on_overflow = on_overflow
         self._check = check
@@ -154,8 +153,7 @@ class StreamHub:
         try:
             message = decode_stream_message(data)
         except SchemaError:
-            self.num_undecodable += 1  # from a newer peer: what we don't know we can't need
-            return ()
+            return ()  # from a newer peer: what we don't know we can't need
         return message.deltas if isinstance(message, TokenBatch) else (message,)
 
     def check_if_quiet(self) -> None:

@@ -119,7 +119,6 @@ class Expired(Message, frozen=True, kw_only=True, tag="expired/1"):
 
 
 ChainEntry = Claim | StreamEnd | StreamError | Cancelled | Expired
-ReaderMessage = TokenBatch | Accepted
 StreamMessage = TokenBatch | Accepted | Claim | StreamEnd | StreamError | Cancelled | Expired
 
 
