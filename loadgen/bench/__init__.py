@@ -1,6 +1,7 @@
 """Benches: each measures one part of the mesh on this machine, and prints people's text or JSON.
 
     hop     how long a message takes from stage to stage, without load
+    stream  what a streamed token costs in CPU, and how fast many streams are
 
 ``BENCHES`` maps the name of a bench to its module, which is imported when the bench is asked for.
 The module has a function ``command``, whose parameters are the bench's flags (as typer reads
@@ -10,6 +11,9 @@ and was given none starts its own with ``loadgen.bench.own_mesh``.
 
 from __future__ import annotations
 
-BENCHES: dict[str, str] = {"hop": "loadgen.bench.hop"}
+BENCHES: dict[str, str] = {
+    "hop": "loadgen.bench.hop",
+    "stream": "loadgen.bench.stream",
+}
 
 __all__ = ["BENCHES"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -11,7 +12,7 @@ from rich.text import Text
 
 from loadgen.machine import MachineNote
 
-Figure = float | int | str | dict[str, float]
+Figure = float | int | str | Mapping[str, "Figure"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,6 @@ class BenchResult:
 
 
 def _text(value: Figure) -> str:
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return "   ".join(f"{name} {_text(part)}" for name, part in value.items())
     return f"{value:.3f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,365 @@
+"""``mesh bench stream``: what a streamed token costs, and how fast many streams are.
+
+The load comes from a process of its own (``loadgen.bench.sse_load``) over HTTP, to a mesh of our
+own with a simulated engine: the engine's work is a hash, so what is measured is the way of a token
+from an engine's step to the client. With ``--peer-url`` another OpenAI-compatible server gets the
+same load in the same run, in turn with the mesh, and ratios are told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import sys
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import msgspec
+import typer
+
+from infra.failure import EXIT_INTERRUPTED, first_mesh_error, report
+from loadgen.bench.own_mesh import own_mesh
+from loadgen.bench.processes import ProcessGroup, pids_by_kind, processes_of_mesh
+from loadgen.bench.result import BenchResult, Figure
+from loadgen.bench.sse_load import LoadFigures, LoadOrder
+from loadgen.machine import MachineNote
+from schemas.errors import ConfigError, MeshError
+
+MODEL = "smollm2-135m"
+_BUSY_CLIENT = 0.9  # of a core: then the load may be what limits
+_ORDER_S = 300.0
+_MAX_STREAMS = 4096
+_WARMUP_REQUESTS = 2  # per stream
+
+
+class LoadFailed(MeshError):
+    """Requests of the bench were not answered."""
+
+    code = "load_failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamSettings:
+    """What to send: ``streams`` are numbers of streams at a time, each measured by itself.
+
+    Raises:
+        ConfigError: a number out of its range.
+    """
+
+    streams: tuple[int, ...]
+    repeats: int
+    requests_per_stream: int
+    input_len: int
+    output_len: int
+    speed: float
+    is_split: bool
+
+    def __post_init__(self) -> None:
+        if not self.streams:
+            raise ConfigError("give --streams", param="streams")
+        numbers = {
+            "streams": (min(self.streams), 1, _MAX_STREAMS),
+            "repeats": (self.repeats, 1, 100),
+            "requests": (self.requests_per_stream, 1, 1000),
+            "input_len": (self.input_len, 1, 1000),
+            "output_len": (self.output_len, 1, 1000),
+            "speed": (self.speed, 0.1, 1000),
+        }
+        for name, (value, least, most) in numbers.items():
+            if not least <= value <= most:
+                raise ConfigError(f"{name} is not within {least} and {most}", param=name)
+        if max(self.streams) > _MAX_STREAMS:
+            raise ConfigError(f"streams is not within 1 and {_MAX_STREAMS}", param="streams")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """Who is measured."""
+
+    name: str
+    url: str
+    model: str
+    processes: ProcessGroup
+
+
+@dataclass(slots=True)
+class Samples:
+    """The runs of one server with one number of streams."""
+
+    loads: list[LoadFigures] = field(default_factory=list)
+    cpu_s: list[dict[str, float]] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+
+    def figures(self) -> dict[str, Figure]:
+        """Medians over the runs."""
+        total_us = [
+            sum(cpu_s.values()) / tokens * 1e6
+            for cpu_s, tokens in zip(self.cpu_s, self.num_tokens, strict=True)
+        ]
+        rates = [t / load.wall_s for t, load in zip(self.num_tokens, self.loads, strict=True)]
+        return {
+            "chunks_s": round(statistics.median(rates), 1),
+            "ttft_ms": self._median_of("ttft_ms"),
+            "gap_ms": self._median_of("gap_ms"),
+            "cpu_us_per_chunk": self._cpu_us() | {"total": round(statistics.median(total_us), 2)},
+            "spread": {
+                "chunks_s": _relative_spread(rates),
+                "cpu_us_per_chunk": _relative_spread(total_us),
+                "ttft_p50": _relative_spread([load.ttft_ms["p50"] for load in self.loads]),
+            },
+            "client": {
+                "cpu_us_per_chunk": round(self._median_client_us(), 2),
+                "cores": round(statistics.median(one.cpu_s / one.wall_s for one in self.loads), 2),
+            },
+        }
+
+    def _median_of(self, name: str) -> dict[str, float]:
+        spreads: list[dict[str, float]] = [getattr(load, name) for load in self.loads]
+        return {
+            key: round(statistics.median(spread[key] for spread in spreads), 3)
+            for key in ("p50", "p99")
+        }
+
+    def _cpu_us(self) -> dict[str, float]:
+        pairs = list(zip(self.cpu_s, self.num_tokens, strict=True))
+        return {
+            kind: round(statistics.median(cpu_s[kind] / n * 1e6 for cpu_s, n in pairs), 2)
+            for kind in sorted(self.cpu_s[0])
+        }
+
+    def _median_client_us(self) -> float:
+        pairs = zip(self.loads, self.num_tokens, strict=True)
+        return statistics.median(load.cpu_s / n * 1e6 for load, n in pairs)
+
+
+class LoadProcess:
+    """The process that sends the load; one order at a time."""
+
+    def __init__(self, child: asyncio.subprocess.Process) -> None:
+        self._child = child
+        self._next_number = 1
+
+    @classmethod
+    @asynccontextmanager
+    async def started(cls) -> AsyncGenerator[LoadProcess, None]:
+        """Runs while the block does."""
+        child = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", "-m", "loadgen.bench.sse_load",
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        try:
+            yield cls(child)
+        finally:
+            if child.returncode is None:
+                child.kill()
+            await child.wait()
+
+    async def run(
+        self, server: Server, settings: StreamSettings, num_streams: int, per_stream: int
+    ) -> LoadFigures:
+        """Send ``per_stream`` requests for each of ``num_streams`` streams.
+
+        Raises:
+            LoadFailed: one of them was not answered to its end.
+        """
+        order = LoadOrder(
+            url=server.url,
+            model=server.model,
+            num_streams=num_streams,
+            num_requests=num_streams * per_stream,
+            input_len=settings.input_len,
+            output_len=settings.output_len,
+            first_number=self._next_number,
+        )
+        self._next_number += order.num_requests
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        self._child.stdin.write(msgspec.json.encode(order) + b"\n")
+        async with asyncio.timeout(_ORDER_S):
+            line = await self._child.stdout.readline()
+        if not line:
+            raise LoadFailed("the load's process ended")
+        figures = msgspec.json.decode(line, type=LoadFigures)
+        if figures.num_failed:
+            raise LoadFailed(
+                f"{figures.num_failed} of {order.num_requests} requests to {server.name} failed: "
+                f"{figures.error}"
+            )
+        return figures
+
+
+def command(
+    streams: Annotated[
+        list[int] | None, typer.Option(help="streams at a time; may be repeated  [64]")
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="runs, of which medians are told")] = 5,
+    requests: Annotated[int, typer.Option(help="requests per stream and run")] = 4,
+    input_len: Annotated[int, typer.Option(help="words of a prompt")] = 128,
+    output_len: Annotated[int, typer.Option(help="tokens of an answer")] = 64,
+    speed: Annotated[
+        float, typer.Option(help="the simulated engine's modelled times are divided by this")
+    ] = 10.0,
+    split: Annotated[
+        bool, typer.Option("--split", help="one prefill and one decode worker, not one for both")
+    ] = False,
+    peer_url: Annotated[
+        str, typer.Option(help="another OpenAI-compatible server to send the same load to")
+    ] = "",
+    peer_model: Annotated[str, typer.Option(help="its model's name")] = "",
+    peer_pid: Annotated[
+        list[str] | None, typer.Option(help="NAME=PID of its processes; may be repeated")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="print JSON only")] = False,
+) -> None:
+    """Stream many answers at once through a mesh of its own, simulated engine, and count the CPU.
+
+    A chunk is a streamed token. With several --streams, or a peer, figures stand per number of
+    streams and server.
+    """
+    machine = MachineNote.now()
+    try:
+        settings = StreamSettings(
+            streams=tuple(streams or (64,)),
+            repeats=repeats,
+            requests_per_stream=requests,
+            input_len=input_len,
+            output_len=output_len,
+            speed=speed,
+            is_split=split,
+        )
+        peer = _peer(peer_url, peer_model, peer_pid or [])
+        samples = asyncio.run(measure(settings, peer))
+    except KeyboardInterrupt:
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    except (MeshError, BaseExceptionGroup) as error:
+        ours = first_mesh_error(error)
+        if ours is None:
+            raise
+        raise typer.Exit(report("mesh bench stream", ours)) from error
+    make_result(settings, samples, machine, peer).show(as_json=json)
+
+
+def _peer(url: str, model: str, pids: Sequence[str]) -> Server | None:
+    if not url:
+        if model or pids:
+            raise ConfigError("a peer needs --peer-url", param="peer_url")
+        return None
+    if not model or not pids:
+        raise ConfigError("a peer needs --peer-model and --peer-pid", param="peer_pid")
+    return Server(name="peer", url=url, model=model, processes=ProcessGroup(pids_by_kind(pids)))
+
+
+async def measure(
+    settings: StreamSettings, peer: Server | None = None
+) -> dict[str, dict[int, Samples]]:
+    """Runs by server and number of streams; servers take turns within each run.
+
+    Raises:
+        LoadFailed: a request was not answered to its end.
+        MeshNotStarted: there is no mesh to measure.
+    """
+    async with _own_server(settings) as mesh, LoadProcess.started() as load:
+        servers = [mesh] if peer is None else [mesh, peer]
+        samples = {s.name: {count: Samples() for count in settings.streams} for s in servers}
+        for count in settings.streams:
+            for server in servers:
+                await load.run(server, settings, count, _WARMUP_REQUESTS)
+            for _ in range(settings.repeats):
+                for server in servers:
+                    await _run_once(load, server, settings, count, samples[server.name][count])
+        return samples
+
+
+async def _run_once(
+    load: LoadProcess, server: Server, settings: StreamSettings, count: int, samples: Samples
+) -> None:
+    before_s = server.processes.cpu_s()
+    figures = await load.run(server, settings, count, settings.requests_per_stream)
+    samples.cpu_s.append(server.processes.since(before_s))
+    samples.loads.append(figures)
+    samples.num_tokens.append(figures.num_completed * settings.output_len)
+
+
+@asynccontextmanager
+async def _own_server(settings: StreamSettings) -> AsyncGenerator[Server, None]:
+    workers = ("--prefill", "1", "--decode", "1") if settings.is_split else ("--both", "1")
+    batch = max(64, *settings.streams)
+    env = {
+        "MESH_WORKER_SPEED": f"{settings.speed:g}",
+        "MESH_WORKER_MAX_NUM_SEQUENCES": str(batch),
+        "MESH_WORKER_MAX_BATCH_TOKENS": str(max(8192, batch)),
+    }
+    async with own_mesh(("--engine", "simulated", *workers), env) as mesh:
+        yield Server(name="mesh", url=mesh.url, model=MODEL, processes=processes_of_mesh(mesh.pid))
+
+
+def make_result(
+    settings: StreamSettings,
+    samples: dict[str, dict[int, Samples]],
+    machine: MachineNote,
+    peer: Server | None,
+) -> BenchResult:
+    """One number of streams and no peer: the figures themselves; else an entry for each, and the
+    ratios of mesh to peer."""
+    tables = {
+        name: {count: one.figures() for count, one in by_count.items()}
+        for name, by_count in samples.items()
+    }
+    figures: dict[str, Figure] = {}
+    if peer is None and len(settings.streams) == 1:
+        figures |= tables["mesh"][settings.streams[0]]
+    else:
+        for count in settings.streams:
+            for name, table in tables.items():
+                figures[f"{name}_{count}"] = table[count]
+            if peer is not None:
+                figures[f"ratio_{count}"] = ratios(samples["mesh"][count], samples["peer"][count])
+    return BenchResult(
+        bench="stream",
+        figures=figures,
+        settings=msgspec.to_builtins(settings) | {"peer": peer.url if peer else ""},
+        machine=machine,
+        notes=tuple(_notes(samples)),
+    )
+
+
+def ratios(mesh: Samples, peer: Samples) -> dict[str, float]:
+    """Mesh divided by peer: medians over the pairs of runs that followed each other."""
+    pairs = list(zip(_facts(mesh), _facts(peer), strict=True))
+    return {
+        name: round(statistics.median(ours[name] / theirs[name] for ours, theirs in pairs), 3)
+        for name in ("cpu_us_per_chunk", "chunks_s", "ttft_p50")
+    }
+
+
+def _facts(samples: Samples) -> list[dict[str, float]]:
+    runs = zip(samples.loads, samples.cpu_s, samples.num_tokens, strict=True)
+    return [
+        {
+            "cpu_us_per_chunk": sum(cpu_s.values()) / tokens,
+            "chunks_s": tokens / load.wall_s,
+            "ttft_p50": load.ttft_ms["p50"],
+        }
+        for load, cpu_s, tokens in runs
+    ]
+
+
+def _notes(samples: dict[str, dict[int, Samples]]) -> list[str]:
+    notes = [
+        "simulated engine: its times are modelled, its tokens from a hash",
+        "spread: (largest - smallest) / median over the runs",
+        "cpu: user and system time of the server's processes, per streamed token",
+    ]
+    for name, by_count in samples.items():
+        for count, one in by_count.items():
+            busiest = max(load.cpu_s / load.wall_s for load in one.loads)
+            if busiest > _BUSY_CLIENT:
+                notes.append(f"{name}, {count} streams: the load's own process was at its limit")
+    return notes
+
+
+def _relative_spread(values: Sequence[float]) -> float:
+    middle = statistics.median(values)
+    return round((max(values) - min(values)) / middle, 3) if middle else 0.0
