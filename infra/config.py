@@ -246,6 +246,9 @@ class UpConfig:
     control: ControlConfig
     worker: WorkerConfig
     bridge: BridgeConfig
+    controls: int = setting(
+        2, whole(1, 16), "number of control processes; one goes on at once where another died"
+    )
     prefill: int = setting(-1, whole(0, 256), "number of prefill workers per model")
     decode: int = setting(-1, whole(0, 256), "number of decode workers per model")
     both: int = setting(0, whole(0, 256), "number of workers per model that do both")

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from infra.children import ChildSpec
-from infra.config import BusConfig, RoleConfig, UpConfig, WorkerConfig
+from infra.config import BusConfig, ControlConfig, RoleConfig, UpConfig, WorkerConfig
 from infra.parse import ModelSource
 from infra.settings import flags_of, variable
 
@@ -37,7 +37,10 @@ def plan(
         models: with folders as their sources.
         url: the broker URL of a role; it holds a password, so it goes by the environment.
     """
-    configs: list[RoleConfig] = [replace(config.control, models=models)]
+    configs: list[RoleConfig] = [
+        _numbered(replace(config.control, models=models), number, config.controls)
+        for number in range(1, config.controls + 1)
+    ]
     for model in models:
         prefix = f"{_short(model, models)}-" if len(models) > 1 else ""
         for role, num in (
@@ -49,6 +52,14 @@ def plan(
                 name = f"{prefix}{role}-{position}"
                 configs.append(replace(config.worker, name=name, role=role, model=model))
     return [_spec(command, one, url) for one in [*configs, config.bridge]]
+
+
+def _numbered(config: ControlConfig, number: int, num: int) -> ControlConfig:
+    """One of ``num`` control processes, with a name and a port of its own."""
+    if num == 1:
+        return config
+    port = config.health_port + number - 1 if config.health_port else 0
+    return replace(config, name=f"{config.name}-{number}", health_port=port)
 
 
 def _spec(command: tuple[str, ...], config: RoleConfig, url: Callable[[str], str]) -> ChildSpec:

@@ -50,7 +50,7 @@ def chaos(
     ] = None,
     streams: Annotated[int, typer.Option(help="requests beside the marked one")] = 10,
     tokens: Annotated[int, typer.Option(help="length of most answers")] = 60,
-    controls: Annotated[int, typer.Option(help="control processes of a mesh of our own")] = 1,
+    controls: Annotated[int, typer.Option(help="control processes of a mesh of our own")] = 2,
     timeout: Annotated[float, typer.Option(help="deadline of each request, seconds")] = 60.0,
     overlap: Annotated[int, typer.Option(help="faults at a time")] = 1,
     attach: Annotated[

@@ -1,7 +1,7 @@
 """A mesh of our own: ``mesh up``, and beside it what that starts only one of.
 
-The second bridge, and control processes beyond the first, are children of this process, watched
-and started again as ``mesh up`` does with its own.
+The second bridge is a child of this process, watched and started again as ``mesh up`` does with
+its own.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class OwnSettings:
     num_prefill: int = 2
     num_decode: int = 2
     num_bridges: int = 2
-    num_controls: int = 1
+    num_controls: int = 2
     folder: Path
 
     def worker_flags(self) -> list[str]:
@@ -53,7 +53,8 @@ class OwnSettings:
         """Of ``mesh up``."""
         return [
             "--prefill", str(self.num_prefill), "--decode", str(self.num_decode),
-            "--model", self.model, "--time-scale", str(self.time_scale), *self.worker_flags(),
+            "--controls", str(self.num_controls), "--model", self.model,
+            "--time-scale", str(self.time_scale), *self.worker_flags(),
         ]  # fmt: skip
 
 
@@ -129,8 +130,6 @@ async def own_chaos_mesh(settings: OwnSettings) -> AsyncGenerator[Own, None]:
             port = _free_port()
             starter.start("bridge", f"bridge-{number}", "--port", str(port), "--host", _HOST)
             bridges.append(f"http://{_HOST}:{port}")
-        for number in range(2, settings.num_controls + 1):
-            starter.start("control", f"control-{number}", "--model", settings.model)
         try:
             yield Own(
                 client_nats_url=up.nats_url,

@@ -56,7 +56,7 @@ class ChaosSettings:
     speed: float = 1.0
     num_streams: int = 10
     num_tokens: int = 60
-    num_controls: int = 1
+    num_controls: int = 2
     timeout_s: float = 60.0
     overlap: int = 1
     nats_url: str = ""

@@ -130,6 +130,7 @@ def test_up_without_settings_is_one_prefill_and_one_decode_worker() -> None:
     """What the README promises for `mesh up` without flags."""
     config = load_up(env={})
     assert (config.num_prefill, config.num_decode, config.both) == (1, 1, 0)
+    assert config.controls == 2
     assert config.models == (ModelSource("smollm2-135m", "smollm2-135m"),)
     assert config.worker.dtype == "auto"
     assert config.worker.kv_memory == 2**30

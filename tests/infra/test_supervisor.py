@@ -144,21 +144,21 @@ def assert_a_second_is_refused(mesh: Mesh) -> None:
 def assert_drained_in_order(mesh: Mesh) -> None:
     """Each stage heard SIGTERM when the one before had ended; the broker was there for all."""
     ends = {}
-    for name in ("bridge", "prefill-1", "decode-1", "control"):
+    for name in ("bridge", "prefill-1", "decode-1", "control-1", "control-2"):
         log = mesh.data / "logs" / f"{name}.log"
         assert "process_ended" in log.read_text()
         ends[name] = log.stat().st_mtime_ns
     assert ends["bridge"] < min(ends["prefill-1"], ends["decode-1"])
-    assert max(ends["prefill-1"], ends["decode-1"]) < ends["control"]
+    assert max(ends["prefill-1"], ends["decode-1"]) < min(ends["control-1"], ends["control-2"])
 
 
 def test_it_says_what_is_ready_and_how_to_use_it(mesh: Mesh) -> None:
     """Without flags: a prefill and a decode worker. One line per process with its pid, then URL
     and curl line; bus.env is for the owner only, and gone at the end."""
     processes = mesh.start_ready("--port", "0", "--model", "m=good")
-    for name in ("broker", "control", "prefill-1", "decode-1", "bridge"):
+    for name in ("broker", "control-1", "control-2", "prefill-1", "decode-1", "bridge"):
         psutil.Process(mesh.pid_of(name))
-    assert len(processes) == 5
+    assert len(processes) == 6
     base = mesh.wait_for(r"ready after .*: (http://127\.0\.0\.1:\d+)/v1").group(1)
     assert mesh.wait_for(r"^  curl ").string.startswith(f"  curl {base}/v1/chat/completions ")
     assert_a_second_is_refused(mesh)
@@ -324,7 +324,7 @@ def test_several_models_have_workers_each(mesh: Mesh) -> None:
     processes = mesh.start_ready(
         "--port", "0", "--both", "1", "--model", "org/a.b=good", "--model", "c=good"
     )
-    assert len(processes) == 5
+    assert len(processes) == 6
     mesh.pid_of("org-a-b-both-1")
     mesh.pid_of("c-both-1")
     mesh.signal(signal.SIGINT)
