@@ -13,7 +13,7 @@ jumping_clock   a worker whose time of day can be moved
 witness         where each request is, from what passes on the bus
 cases           the requests
 clients         a bus client, and an HTTP client that reconnects and reads on
-resume          how it reads on: over HTTP, on the bus, or not at all
+resume          how it reads on, where a server can
 sse_text        a streamed answer's events; ``deltas``: the bus's
 answer          what a client read, and its difference from the undisturbed answer
 leaks           blocks and leases that stayed

@@ -55,7 +55,9 @@ class Fault(ABC):
     """One kind of fault; a new object each time it happens.
 
     ``role`` is whose process is struck: prefill, decode, control, bridge, broker, workers, or ""
-    for a fault of another kind. ``kind`` groups figures: kill, freeze, term, other.
+    for a fault of another kind. ``kind`` groups figures: kill, freeze, term, other, and
+    "freeze-broker": while the only broker is frozen nothing can pass, so its recovery is counted
+    ``from_thaw`` on.
     """
 
     name: ClassVar[str]
@@ -63,6 +65,7 @@ class Fault(ABC):
     kind: ClassVar[str] = "other"
     points: ClassVar[tuple[str, ...]] = ALL_POINTS
     client_stays: ClassVar[bool] = True  # of the marked request
+    from_thaw: ClassVar[bool] = False  # recovery counts from the end of the fault
 
     def why_not(self, scene: Scene) -> str:
         """Why it can't happen in this mesh; "" when it can."""

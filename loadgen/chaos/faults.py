@@ -37,6 +37,8 @@ _SIGNALS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "term": signal.SIG
 class Signalled(Fault):
     """A signal to the one process that matters most to the marked request."""
 
+    signal: ClassVar[signal.Signals]
+
     def choose(self, scene: Scene, marked: Stream) -> Target | None:
         """See :class:`Fault`."""
         mesh, trace = scene.mesh, marked.trace
@@ -75,11 +77,11 @@ class Signalled(Fault):
     async def inject(self, scene: Scene, target: Target | None, marked: Stream) -> None:
         """See :class:`Fault`."""
         assert target is not None, "chosen before"
-        scene.mesh.send(target, _SIGNALS[self.kind])
+        scene.mesh.send(target, self.signal)
 
     async def heal(self, scene: Scene) -> None:
         """A frozen process wakes after ten seconds."""
-        if self.kind == "freeze":
+        if self.signal == signal.SIGSTOP:
             await asyncio.sleep(FREEZE_S * scene.time_scale)
             scene.mesh.wake_all()
 
@@ -95,10 +97,15 @@ for _kind in _SIGNALS:
                     "name": f"{_kind}-{_role}",
                     "role": _role,
                     "kind": _kind,
+                    "signal": _SIGNALS[_kind],
                     "points": _points,
                 },
             )
         )
+
+
+FAULTS["freeze-broker"].kind = "freeze-broker"
+FAULTS["freeze-broker"].from_thaw = True
 
 
 # -- all workers ---------------------------------------------------------------------------------

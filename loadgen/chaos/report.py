@@ -13,6 +13,10 @@ from rich.text import Text
 from loadgen.chaos.answer import Answer, compare, is_usage_wrong
 
 _NOT_FAILURES = ("faults", "streams")
+_GROUPS = {
+    "kill": "all killed", "freeze": "all frozen", "freeze-broker": "frozen broker, from its thaw",
+    "term": "all ended in order", "other": "all others",
+}  # fmt: skip
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,6 +100,14 @@ class ChaosReport:
         self.kinds[fault] = kind
         return self.by_fault.setdefault(fault, Tally())
 
+    def of_kind(self, kind: str) -> Tally:
+        """The sum over the faults of one kind."""
+        return _sum(self.by_fault[fault] for fault, k in self.kinds.items() if k == kind)
+
+    @property
+    def _kinds(self) -> list[str]:
+        return [kind for kind in _GROUPS if kind in self.kinds.values()]
+
     @property
     def total(self) -> Tally:
         """Everything."""
@@ -103,12 +115,7 @@ class ChaosReport:
 
     def content(self) -> dict[str, Any]:
         """For JSON."""
-        by_kind = {
-            kind: spread(
-                _sum(self.by_fault[f] for f, k in self.kinds.items() if k == kind).recoveries_s
-            )
-            for kind in sorted(set(self.kinds.values()))
-        }
+        by_kind = {kind: spread(self.of_kind(kind).recoveries_s) for kind in self._kinds}
         return {
             **self.total.content(),
             "engine": self.engine,
@@ -134,6 +141,9 @@ class ChaosReport:
             table.add_column(name, justify="right")
         for fault, tally in sorted(self.by_fault.items()):
             table.add_row(fault, *_cells(tally))
+        table.add_section()
+        for kind in self._kinds:
+            table.add_row(_GROUPS[kind], *_cells(self.of_kind(kind)))
         table.add_section()
         table.add_row("all", *_cells(self.total))
         return table

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable
 from typing import Protocol
 
 from loadgen.chaos.answer import Answer
-from loadgen.chaos.deltas import take_deltas
 from loadgen.chaos.sse_text import SseText, renewing
 from loadgen.http_stream import HttpClient
-from pipeline.client import MeshClient
-from schemas.errors import BusUnavailable, MeshError
 
 
 class Resume(Protocol):
@@ -54,40 +49,3 @@ class HttpResume:
         finally:
             client.close()
         body.judge(status)
-
-
-class BusResume:
-    """Reads the stream of a bridge's request on the bus, from its first token.
-
-    What the HTTP client had read must be how the whole begins; else both parts are kept, and the
-    comparison shows it.
-
-    Args:
-        client: of a user who may read the streams of bridges.
-        reader_of: the reader that a request was submitted with.
-    """
-
-    def __init__(self, client: MeshClient, reader_of: Callable[[str], str]) -> None:
-        self._client = client
-        self._reader_of = reader_of
-
-    async def read_on(self, url: str, answer: Answer) -> None:
-        """See :class:`Resume`."""
-        whole = Answer(answer.num_choices)
-        reader = self._reader_of(answer.request_id)
-        try:
-            async with self._client.resume(answer.request_id, reader=reader) as stream:
-                async for delta in stream:
-                    take_deltas(whole, [delta])
-                    answer.event_s.append(whole.event_s[-1])
-        except BusUnavailable as error:
-            raise ConnectionError(error.message) from error
-        except MeshError as error:
-            answer.fail(error.code, error.message)
-            return
-        assert stream.end is not None, "complete"
-        for index, text in enumerate(whole.texts):
-            had = answer.texts[index]
-            answer.texts[index] = text if text.startswith(had) else had + text
-        answer.reasons = list(stream.end.finish_reasons)
-        answer.complete(stream.end.usage, time.monotonic())

@@ -38,6 +38,7 @@ class Blow:
     fault: Fault
     point: str
     struck_s: float = 0.0
+    ended_s: float = 0.0
     target: Target | None = None
     affected: list[Stream] = field(default_factory=list)
     has_missed: bool = False
@@ -176,9 +177,10 @@ class Rounds:
             blow.struck_s = time.monotonic()
             await fault.inject(scene, blow.target, marked)
         finally:
-            hunt.release(but=blow.target if fault.kind == "freeze" else None)
+            hunt.release(but=blow.target if fault.kind.startswith("freeze") else None)
         blow.has_missed = hunt.has_missed
         await fault.heal(scene)
+        blow.ended_s = time.monotonic()
 
     def _marked(self, blow: Blow, streams: list[Stream]) -> Stream:
         rng = self._scene.rng
@@ -207,8 +209,9 @@ class Rounds:
                     f"{stream.answer.request_id} ({stream.case.name}, {where}): {problem}"
                 )
         for blow in blows:
+            since_s = blow.ended_s if blow.fault.from_thaw else blow.struck_s
             for stream in blow.affected:
-                recovery_s = stream.answer.recovery_s(blow.struck_s)
+                recovery_s = stream.answer.recovery_s(since_s)
                 if recovery_s is not None and stream.num_tokens_left is None:
                     result.tally.recoveries_s.append(recovery_s)
         return result

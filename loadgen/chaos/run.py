@@ -23,11 +23,10 @@ from loadgen.chaos.faults import FAULTS
 from loadgen.chaos.mesh import ChaosMesh, NotWhole, Target, until
 from loadgen.chaos.own_mesh import OwnSettings, Starter, own_chaos_mesh
 from loadgen.chaos.report import ChaosReport
-from loadgen.chaos.resume import BusResume, HttpResume, Resume
+from loadgen.chaos.resume import HttpResume
 from loadgen.chaos.rounds import RoundResult, Rounds, plan
 from loadgen.chaos.settings import ChaosSettings
 from loadgen.chaos.witness import Witness
-from loadgen.http_stream import HttpClient
 from loadgen.settings import user_of
 from pipeline.client import MeshClient
 from pipeline.registry import Registry
@@ -35,7 +34,6 @@ from schemas.errors import ConfigError, MeshError
 
 Say = Callable[[str], None]
 _START_S = 60.0
-_PROBE_S = 5.0
 _GONE_S = 10.0
 
 
@@ -145,9 +143,12 @@ async def _play_all(
         scene = _scene(settings, place, mesh)
         bus_client = BusClient(client, settings.model_name, settings.timeout_s)
         cases = await _undisturbed(settings, bus_client, bus)
-        resume = await _resume(settings, place.bridges[0], bus, witness, report)
         http = SseClient(
-            place.bridges, settings.model_name, resume, stall_s=settings.timeout_s, is_mesh=True
+            place.bridges,
+            settings.model_name,
+            HttpResume(2 * times.dead_s),
+            stall_s=settings.timeout_s,
+            is_mesh=True,
         )
         rounds = Rounds(
             scene, witness, cases=cases, bus=bus_client, http=http,
@@ -215,25 +216,6 @@ async def _ask_all(client: BusClient, cases: list[Case]) -> dict[str, tuple[Case
         if not answer.is_complete:
             raise ReferenceFailed(f"{name}: {answer.error}: {answer.message}")
     return found
-
-
-async def _resume(
-    settings: ChaosSettings, bridge: str, bus: Bus, witness: Witness, report: ChaosReport
-) -> Resume:
-    """Over HTTP where the bridge has it; else on the bus, and the report says so."""
-    body = bytearray()
-    client = HttpClient(bridge)
-    async with asyncio.timeout(_PROBE_S):
-        await client.get(
-            "/v1/requests/00000000000000000000000000000000/events",
-            lambda status, data: body.extend(data),
-        )
-    client.close()
-    if b"unknown_url" not in body:
-        return HttpResume(2 * bus.times.dead_s)
-    report.notes.append("this bridge can't resume: its clients read on over the bus")
-    readers = MeshClient(bus, user="control")
-    return BusResume(readers, witness.reader_of)
 
 
 async def _play(

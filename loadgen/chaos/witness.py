@@ -75,11 +75,6 @@ class Witness:
         trace = self._by_label[label] = Trace(label)
         return trace
 
-    def reader_of(self, request_id: str) -> str:
-        """The reader that a request was submitted with."""
-        trace = self._by_id.get(request_id)
-        return trace.reader if trace else subjects.default_reader(request_id)
-
     def forget_all(self) -> None:
         """Follow none of them any more."""
         self._by_label.clear()

@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from starlette.applications import Starlette
@@ -19,11 +19,9 @@ from infra.http_server import bind, http_server
 from loadgen.chaos.answer import Answer
 from loadgen.chaos.cases import Case
 from loadgen.chaos.clients import SseClient
-from loadgen.chaos.resume import BusResume, HttpResume, NoResume, Resume
-from pipeline.client import MeshClient
-from schemas.errors import BusUnavailable, InvalidRequest
+from loadgen.chaos.resume import HttpResume, NoResume, Resume
 from schemas.requests import SamplingParams
-from schemas.tokens import StreamEnd, TokenDelta, Usage
+from schemas.tokens import Usage
 from tests.loadgen.sse_server import DONE, refusal, usage_event
 
 CASE = Case(name="c", prompt="p", sampling=SamplingParams(max_tokens=4, seed=1))
@@ -168,60 +166,6 @@ async def test_a_server_without_resume_fails_a_broken_stream() -> None:
     """That is what its users get."""
     answer = await ask(Server(CHUNKS[:2]), resume=NoResume())
     assert (answer.error, answer.is_complete) == ("stream_broken", False)
-
-
-class FakeStream:
-    def __init__(self, texts: list[str]) -> None:
-        self._texts = texts
-        self.end: StreamEnd | None = None
-
-    async def __aiter__(self) -> AsyncIterator[TokenDelta]:
-        for number, text in enumerate(self._texts):
-            yield TokenDelta(request_id="abc", epoch=1, number=number, ids=(number,), text=text)
-        usage = Usage(prompt_tokens=3, completion_tokens=4)
-        self.end = StreamEnd(
-            request_id="abc", epoch=1, num_tokens=(4,), finish_reasons=("length",), usage=usage
-        )
-
-
-@dataclass
-class FakeMesh:
-    texts: list[str]
-    errors: list[Exception] = field(default_factory=list)
-    asked: list[tuple[str, str | None]] = field(default_factory=list)
-
-    @asynccontextmanager
-    async def resume(self, request_id: str, *, reader: str) -> AsyncGenerator[FakeStream, None]:
-        self.asked.append((request_id, reader))
-        if self.errors:
-            raise self.errors.pop(0)
-        yield FakeStream(self.texts)
-
-
-def bus_resume(mesh: FakeMesh) -> BusResume:
-    return BusResume(cast(MeshClient, mesh), lambda request_id: f"bridge.of-{request_id}")
-
-
-async def test_on_the_bus_a_stream_is_read_again_from_its_start() -> None:
-    """What was read before is the beginning of it; an outage of the bus is waited out."""
-    mesh = FakeMesh(list("abcd"), [BusUnavailable("away")])
-    answer = await ask(Server(CHUNKS[:2]), resume=bus_resume(mesh))
-    assert mesh.asked == [("abc", "bridge.of-abc")] * 2
-    assert (answer.texts, answer.reasons, answer.error) == (["abcd"], ["length"], "")
-    assert answer.usage == Usage(prompt_tokens=3, completion_tokens=4)
-
-
-async def test_a_beginning_that_is_none_is_kept_for_the_comparison() -> None:
-    """What a client has seen stays seen: the repeated part shows."""
-    answer = await ask(Server(CHUNKS[:2]), resume=bus_resume(FakeMesh(list("xabcd"))))
-    assert answer.texts == ["abxabcd"]
-
-
-async def test_a_request_that_is_unknown_failed() -> None:
-    """The bus lost it."""
-    mesh = FakeMesh([], [InvalidRequest("no request abc is known", param="request_id")])
-    answer = await ask(Server(CHUNKS[:2]), resume=bus_resume(mesh))
-    assert answer.error == InvalidRequest.code
 
 
 async def test_leaving_closes_the_connection() -> None:

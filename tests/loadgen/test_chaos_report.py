@@ -95,6 +95,21 @@ def test_the_table_says_which_engine_and_shows_every_fault() -> None:
     assert "0.25" in out.getvalue()
 
 
+def test_groups_have_rows_of_their_own() -> None:
+    """Killed and frozen are promised different things; a frozen broker is none of both."""
+    report = ChaosReport(engine="simulated", settings={})
+    report.of("kill-decode", "kill").add(Tally(faults=1, streams=3, recoveries_s=[0.25]))
+    report.of("kill-bridge", "kill").add(Tally(faults=1, streams=4, recoveries_s=[0.75]))
+    report.of("freeze-broker", "freeze-broker").add(Tally(faults=1, recoveries_s=[0.4]))
+    out = io.StringIO()
+    Console(file=out, width=150).print(report.table())
+    [killed] = [line for line in out.getvalue().splitlines() if "all killed" in line]
+    assert [cell.strip() for cell in killed.split("│")][2:4] == ["2", "7"]
+    assert "0.50" in killed
+    assert "frozen broker, from its thaw" in out.getvalue()
+    assert "all frozen" not in out.getvalue()
+
+
 def test_no_recovery_has_no_percentile() -> None:
     """Rather than a zero that reads as a fast one."""
     assert spread([]) == {"p50": None, "p99": None, "max": None}
