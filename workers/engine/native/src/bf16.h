@@ -1,0 +1,43 @@
+// bfloat16: the upper half of a float.
+#pragma once
+
+#include "simd.h"
+
+namespace mesh {
+
+struct Bf16 {
+  uint16_t bits;
+};
+
+inline float to_float(float value) { return value; }
+inline float to_float(Bf16 value) {
+  const uint32_t bits = uint32_t{value.bits} << 16;
+  float result;
+  std::memcpy(&result, &bits, sizeof result);
+  return result;
+}
+
+// Rounds to the nearest, ties to even; not-a-number stays so.
+inline Bf16 to_bf16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  if (value != value) return {static_cast<uint16_t>(bits >> 16 | 0x40)};
+  return {static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+}
+
+// kWidth items, widened.
+inline Vec load_items(const float* from) { return load(from); }
+inline Vec load_items(const Bf16* from) {
+  const auto halves = *reinterpret_cast<const detail::LooseHalfVec*>(from);
+  return as_floats(__builtin_convertvector(halves, IntVec) << 16);
+}
+
+// kWidth items, rounded where the type is narrower.
+inline void store_items(float* to, Vec value) { store(to, value); }
+inline void store_items(Bf16* to, Vec value) {
+  float lanes[kWidth];
+  store(lanes, value);
+  for (int lane = 0; lane < kWidth; ++lane) to[lane] = to_bf16(lanes[lane]);
+}
+
+}  // namespace mesh
