@@ -30,6 +30,7 @@ from infra.bus.names import MODELS
 from infra.bus.topology import ensure_topology
 from infra.config import ControlConfig, RoleConfig
 from infra.failure import EXIT_FAILED, EXIT_INTERRUPTED, first_mesh_error, report
+from infra.file_limit import raise_file_limit
 from infra.health import Health, health_app
 from infra.http_server import bind, http_server
 from infra.lifeline import NONCE, SUPERVISOR_PID, follow_supervisor, is_orphan
@@ -251,6 +252,7 @@ def run_process(kind: Kind, config: RoleConfig, body: Body) -> int:
         ours is one line on stderr; anything else is a bug and keeps its traceback.
     """
     faulthandler.enable()
+    raise_file_limit()
     process = new_process_id(kind, config.name)
     is_child = SUPERVISOR_PID in os.environ
     log = set_up_process(

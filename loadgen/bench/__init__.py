@@ -1,5 +1,6 @@
 """Benches: each measures one part of the mesh on this machine, and prints people's text or JSON.
 
+    crowd   thousands of requests that wait, a thousand streams at once: memory, errors
     hop     how long a message takes from stage to stage, without load
     stream  what a streamed token costs in CPU, and how fast many streams are
 
@@ -12,6 +13,7 @@ and was given none starts its own with ``loadgen.bench.own_mesh``.
 from __future__ import annotations
 
 BENCHES: dict[str, str] = {
+    "crowd": "loadgen.bench.crowd",
     "hop": "loadgen.bench.hop",
     "stream": "loadgen.bench.stream",
 }
