@@ -13,10 +13,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from schemas.requests import FinishReason
-
-
-class Body(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of what a client sends."""
+from schemas.unserved import Body as Body
+from schemas.unserved import UnservedFields
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +64,7 @@ class ResponseFormatBody(Body, frozen=True, kw_only=True):
     json_schema: JsonSchemaBody | None = None
 
 
-class GenerationBody(Body, frozen=True, kw_only=True):
+class GenerationBody(UnservedFields, frozen=True, kw_only=True):
     """What chat and completions have in common, vLLM's additions included."""
 
     model: str
@@ -86,7 +84,6 @@ class GenerationBody(Body, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     n: int | None = None
     best_of: int | None = None
-    use_beam_search: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormatBody | None = None
@@ -107,7 +104,7 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     functions: list[Any] | None = None
     function_call: Any = None
     modalities: list[str] | None = None
-    continue_final_message: bool | None = None
+    echo: bool | None = None  # vLLM's
 
 
 class CompletionBody(GenerationBody, frozen=True, kw_only=True):
@@ -116,7 +113,6 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
     echo: bool | None = None
-    suffix: str | None = None
 
 
 class TokenizeBody(Body, frozen=True, kw_only=True):

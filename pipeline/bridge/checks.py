@@ -8,6 +8,7 @@ from typing import Any
 from pipeline.limits import RANGES, Range
 from schemas.errors import InvalidRequest
 from schemas.openai import ChatBody, GenerationBody
+from schemas.unserved import unserved
 
 MAX_MODEL_NAME = 255
 
@@ -25,7 +26,6 @@ BODY_RANGES: dict[str, Range] = {
 Asks = Callable[[Any], bool]
 _UNSERVED: tuple[tuple[str, Asks, str], ...] = (
     ("best_of", lambda body: (body.best_of or 1) > (body.n or 1), "best_of above n is not served"),
-    ("use_beam_search", lambda body: body.use_beam_search, "beam search is not served"),
 )
 _UNSERVED_IN_CHAT: tuple[tuple[str, Asks, str], ...] = (
     (
@@ -48,14 +48,9 @@ _UNSERVED_IN_CHAT: tuple[tuple[str, Asks, str], ...] = (
         lambda body: any(kind != "text" for kind in body.modalities or ()),
         "only text is served",
     ),
-    (
-        "continue_final_message",
-        lambda body: body.continue_final_message,
-        "continue_final_message is not served yet",
-    ),
+    ("echo", lambda body: body.echo, "echo is not served in chat"),
 )
 _UNSERVED_IN_COMPLETIONS: tuple[tuple[str, Asks, str], ...] = (
-    ("suffix", lambda body: body.suffix, "suffix is not served: no insertion"),
     (
         "logprobs",
         lambda body: body.echo and body.logprobs is not None,
@@ -76,6 +71,8 @@ def check(body: GenerationBody) -> None:
         value = getattr(body, name, None)
         if value is not None and not low <= value <= high:
             raise InvalidRequest(f"{name} must be from {low} to {high}, not {value}", param=name)
+    if found := unserved(body):
+        raise InvalidRequest(found[1], param=found[0])
     more = _UNSERVED_IN_CHAT if isinstance(body, ChatBody) else _UNSERVED_IN_COMPLETIONS
     for name, asks, reason in _UNSERVED + more:
         if asks(body):
