@@ -55,9 +55,9 @@ async def bus(connect: Connect) -> Bus:
 
 @pytest.fixture(scope="session")
 def until() -> Until:
-    """``await until(condition, timeout_s=5)``: wait until it holds; the test fails if it won't."""
+    """``await until(condition, timeout_s=60)``: wait until it holds; the test fails if it won't."""
 
-    async def wait(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+    async def wait(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
         async with asyncio.timeout(timeout_s):
             while not condition():
                 await asyncio.sleep(0.005)

@@ -132,7 +132,7 @@ class Mesh:
     def beat_of(self, name: str) -> Beat:
         return self.beats[self.roles[name].process.pid]
 
-    async def bridge_port(self, name: str, timeout_s: float = 10.0) -> int:
+    async def bridge_port(self, name: str, timeout_s: float = 60.0) -> int:
         """The port on which a bridge listens, from its log."""
         async with asyncio.timeout(timeout_s):
             while True:
@@ -141,7 +141,7 @@ class Mesh:
                         return int(json.loads(line)["port"])
                 await asyncio.sleep(0.05)
 
-    async def next_dead_letter(self, after_seq: int, timeout_s: float = 10.0) -> StoredMessage:
+    async def next_dead_letter(self, after_seq: int, timeout_s: float = 60.0) -> StoredMessage:
         """The first dead letter behind ``after_seq`` that is the last one by now."""
         async with asyncio.timeout(timeout_s):
             while True:
@@ -154,7 +154,7 @@ class Mesh:
         """The name under which the owner of a worker id was started."""
         return next(n for n in self.roles if worker.startswith(n + "-"))
 
-    async def until_idle(self, timeout_s: float = 20.0) -> None:
+    async def until_idle(self, timeout_s: float = 60.0) -> None:
         """Wait until no live worker holds a block or a sequence: nothing leaked."""
         async with asyncio.timeout(timeout_s):
             while busy := self._busy():

@@ -46,7 +46,7 @@ class Observer:
     def of(self, tag: str) -> list[Seen]:
         return [message for message in self.messages if message.tag == tag]
 
-    async def until(self, tag: str, timeout_s: float = 5.0) -> Seen:
+    async def until(self, tag: str, timeout_s: float = 60.0) -> Seen:
         async with asyncio.timeout(timeout_s):
             while not (found := self.of(tag)):
                 self._changed.clear()

@@ -42,7 +42,7 @@ async def mesh(
         for role in ("prefill", "decode"):
             command = [sys.executable, str(SCRIPT), role, *models]
             await running.start_command("worker", f"all-{role}", command)
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(240):
             while running.num_ready_workers < 2 * len(models):
                 running.check_alive()
                 await asyncio.sleep(0.05)

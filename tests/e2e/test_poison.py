@@ -35,7 +35,7 @@ async def test_a_request_that_kills_three_workers_does_not_kill_a_fourth(
 ) -> None:
     """It becomes a dead letter with its whole record and an error for its client; the worker that
     is left serves the next one."""
-    async with mesh_of(tmp_path) as mesh, asyncio.timeout(80):
+    async with mesh_of(tmp_path) as mesh, asyncio.timeout(240):
         await mesh.start("control", "control", "--model", f"{mesh.model}={tiny_folder}")
         names = [f"odd-{number}" for number in range(4)]
         for name in names:
@@ -66,7 +66,7 @@ async def test_a_stuck_engine_is_not_ready_and_holds_nobody_up(
 ) -> None:
     """/ready and beats say why; another worker goes on with its request, token for token; it is
     ready again, as a new worker, when its engine moves."""
-    async with mesh_of(tmp_path) as mesh, asyncio.timeout(80):
+    async with mesh_of(tmp_path) as mesh, asyncio.timeout(240):
         await mesh.start("control", "control", "--model", f"{mesh.model}={tiny_folder}")
         for name in ("odd-0", "odd-1"):
             await start_odd(mesh, name, tiny_folder, "--max-step-s", "0.5")

@@ -18,7 +18,7 @@ async def test_beyond_the_limit_is_429_and_what_waits_is_answered(
 ) -> None:
     """The limit is per model; what was accepted is answered when a worker comes, and then there is
     room again."""
-    async with mesh_of(tmp_path) as mesh, asyncio.timeout(80):
+    async with mesh_of(tmp_path) as mesh, asyncio.timeout(240):
         models = [f"--model={name}={tiny_folder}" for name in (mesh.model, "other")]
         await mesh.start("control", "control", *models, "--max-queued-requests", str(LIMIT))
         await mesh.start("bridge", "bridge", "--port", "0")

@@ -81,7 +81,7 @@ async def leave(mesh: Mesh, name: str) -> None:
     """SIGTERM, and an orderly end."""
     process = mesh.roles[name].process
     mesh.roles[name].send(signal.SIGTERM)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while process.poll() is None:
             await asyncio.sleep(0.02)
     assert process.returncode == 0, mesh.roles[name].log.read_text()[-3000:]
@@ -96,7 +96,7 @@ def events(mesh: Mesh, name: str, event: str) -> list[dict[str, object]]:
 async def test_each_role_is_restarted_under_load(tmp_path: Path, tiny_folder: Path) -> None:
     """Workers one after the other, control, bridge: no request fails, every token is right, and
     control has seen nobody die."""
-    async with mesh_of(tmp_path) as mesh, asyncio.timeout(110):
+    async with mesh_of(tmp_path) as mesh, asyncio.timeout(240):
         await start_simulated(mesh, tiny_folder, prefill=2, decode=2)
         await mesh.start("bridge", "bridge", "--port", "0")
         await mesh.until_ready("bridge")
@@ -135,7 +135,7 @@ async def test_a_worker_drained_by_order_keeps_what_it_offered(
 ) -> None:
     """`mesh drain` of a prefill worker whose blocks nobody has read yet: it stays until they are,
     and the answer is that of an undisturbed run."""
-    async with mesh_of(tmp_path) as mesh, asyncio.timeout(60):
+    async with mesh_of(tmp_path) as mesh, asyncio.timeout(240):
         await start_simulated(mesh, tiny_folder, prefill=0)
         patient = (*mesh.simulated_flags, "--grace-s", "40")
         await mesh.start_worker("prefill-0", "prefill", *patient)

@@ -50,7 +50,7 @@ async def bring_back(mesh: Mesh, name: str, *start_flags: str) -> None:
     else:
         old = mesh.beat_of(name).worker
         role.send(signal.SIGCONT)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while mesh.beat_of(name).worker == old:
                 await asyncio.sleep(0.02)
     await mesh.until_ready(name)

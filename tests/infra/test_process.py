@@ -61,14 +61,14 @@ class Role:
         assert self.process is not None
         self.process.send_signal(number)
 
-    async def ended(self, until: Until, timeout_s: float = 10.0) -> int:
+    async def ended(self, until: Until, timeout_s: float = 60.0) -> int:
         assert self.process is not None
         await until(lambda: self.process is not None and self.process.poll() is not None, timeout_s)
         return int(self.process.returncode)
 
     def output(self) -> tuple[str, str]:
         assert self.process is not None
-        return self.process.communicate(timeout=5)
+        return self.process.communicate(timeout=60)
 
 
 @pytest_asyncio.fixture
@@ -79,7 +79,7 @@ async def role(bus: Bus, broker: EmbeddedBroker, tmp_path: Path) -> AsyncIterato
     if made.process is not None:
         if made.process.poll() is None:
             made.process.kill()
-        made.process.communicate(timeout=5)
+        made.process.communicate(timeout=60)
 
 
 async def test_a_process_beats_serves_its_routes_and_drains(role: Role, until: Until) -> None:
@@ -123,7 +123,7 @@ async def test_a_process_without_its_broker_is_not_ready(
             return answer.status_code == 200
 
         await broker.kill()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while await is_ready():
                 await asyncio.sleep(0.02)
             assert (await http.get("/health")).status_code == 200

@@ -45,7 +45,7 @@ def settings_table() -> list[str]:
     rows = []
     for kind in (BusConfig, UpConfig, ControlConfig, WorkerConfig, BridgeConfig):
         for one, found in settings_of(kind):
-            default = "" if one.default is MISSING or one.default in ("", -1) else one.default
+            default = "" if one.default is MISSING or one.default in ("", -1, None) else one.default
             shown = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
             flag = f" (`{found.flag}`)" if found.flag[2:].replace("-", "_") != one.name else ""
             shown = f"`{shown}`" if shown else ""

@@ -76,11 +76,11 @@ class Mesh:
         return self.streams[-1]
 
 
-async def load(mesh: Mesh, timeout_s: float = 5.0) -> RequestResult:
+async def load(mesh: Mesh, timeout_s: float = 60.0) -> RequestResult:
     recorder = Recorder()
     target = BusTarget(mesh, timeout_s=timeout_s)  # type: ignore[arg-type]
     one = limits(num_requests=1, timeout_s=timeout_s)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await closed_loop(target, WORKLOAD.requests(), 1, one, recorder)
     return recorder.results[0]
 

@@ -92,7 +92,7 @@ async def running(*servers: Server) -> AsyncGenerator[None, None]:
 async def ask(*servers: Server, resume: Resume | None = None) -> Answer:
     """From the first server on."""
     answer = Answer(1)
-    async with running(*servers), asyncio.timeout(10):
+    async with running(*servers), asyncio.timeout(60):
         client = SseClient(
             [server.url for server in servers],
             "m",
@@ -171,7 +171,7 @@ async def test_a_server_without_resume_fails_a_broken_stream() -> None:
 async def test_leaving_closes_the_connection() -> None:
     """A client that is told to leave is gone at once, mid-stream."""
     server, answer = Server(CHUNKS[:2], is_silent=True), Answer(1)
-    async with running(server), asyncio.timeout(10):
+    async with running(server), asyncio.timeout(60):
         client = SseClient([server.url], "m", NoResume(), stall_s=9, is_mesh=True)
         async with asyncio.TaskGroup() as tasks:
             task = tasks.create_task(client.run(CASE, "label", answer))

@@ -87,7 +87,7 @@ async def test_a_freeze_is_waited_out_and_a_kill_fails_what_ran(
     """Frozen: every stream is whole, later. Killed: it can't resume, and is started again as it
     was. Where answers are random their tokens are counted."""
     port = unused_tcp_port
-    async with serving(port, how) as pid, asyncio.timeout(60):
+    async with serving(port, how) as pid, asyncio.timeout(240):
         report = await run_peer_chaos(
             settings(port, pid, "freeze", "kill", restarts=True), Console(quiet=True)
         )

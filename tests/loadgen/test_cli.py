@@ -22,7 +22,7 @@ async def start(*flags: str) -> asyncio.subprocess.Process:
 
 
 async def finish(process: asyncio.subprocess.Process) -> tuple[int | None, str, str]:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         out, err = await process.communicate()
     return process.returncode, out.decode(), err.decode()
 
@@ -56,7 +56,7 @@ async def test_ctrl_c_shows_what_was_measured(tmp_path: Path) -> None:
             "--target", server.url, "--concurrency", "2", "--duration", "60", "--output-len", "3",
             "--json", str(path),
         )  # fmt: skip
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while len(server.bodies) < 20:
                 server.first_sent.clear()
                 await server.first_sent.wait()

@@ -41,7 +41,7 @@ async def post(client: HttpClient) -> tuple[int, bytes]:
     def on_body(_: int, data: bytes) -> None:
         body.extend(data)
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         status = await client.post("/path", b"{}", on_body, {"X-Own": "1"})
     return status, bytes(body)
 

@@ -139,7 +139,7 @@ async def test_nobody_listening_is_a_connection_error() -> None:
 
 async def test_a_request_given_up_is_closed_towards_the_server() -> None:
     """On a time-out the server sees its client leave, and the first token's time is kept."""
-    async with asyncio.timeout(20), sse_server(SseServer(is_stuck=True)) as server:
+    async with asyncio.timeout(60), sse_server(SseServer(is_stuck=True)) as server:
         (result,) = (await load(server, timeout_s=0.5)).results
         await server.left.wait()
     assert (result.error_kind, len(result.event_s)) == ("timeout", 1)

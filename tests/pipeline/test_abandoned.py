@@ -77,7 +77,7 @@ class Scene:
             tasks.create_task(say())
             yield
 
-    async def end(self, reader: str, request_id: str, timeout_s: float = 10) -> Cancelled:
+    async def end(self, reader: str, request_id: str, timeout_s: float = 60.0) -> Cancelled:
         async with asyncio.timeout(timeout_s):
             while not (tip := await self.chain.tip(reader, request_id)).has_ended:
                 await asyncio.sleep(0.01)

@@ -124,7 +124,7 @@ def request(**fields: Any) -> InferenceRequest:
 
 async def ids_of(stream: TokenStream) -> list[int]:
     """All token ids to the end."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         return [token async for delta in stream for token in delta.ids]
 
 

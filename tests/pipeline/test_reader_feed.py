@@ -33,7 +33,7 @@ async def client(bus: Bus, connect: Connect) -> AsyncIterator[MeshClient]:
     connection = await connect("bridge")
     async with (
         MeshClient(connection, "bridge", "bridge-b-0a1b2c3d", max_waiting=LIMIT) as mesh,
-        asyncio.timeout(20),
+        asyncio.timeout(60),
     ):
         yield mesh
 

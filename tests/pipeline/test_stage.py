@@ -96,7 +96,7 @@ async def is_gone(bus: Bus, subject: str = SUBJECT) -> bool:
 
 
 async def until_gone(bus: Bus, subject: str = SUBJECT) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not await is_gone(bus, subject):
             pass
 
@@ -506,6 +506,6 @@ async def test_a_stopped_stage_finishes_what_it_took(ctx: StageContext, until: U
         go_on.set()
         await run
     assert len(handler.works) == 1
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while (await waiting_work(ctx.bus))[SUBJECT] != 1:
             pass

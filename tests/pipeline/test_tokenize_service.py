@@ -64,7 +64,7 @@ async def answering(bus: Bus, tokenizer: ChatTokenizer, lines: LogLines) -> Asyn
     async with task_scope() as tasks:
         tasks.create_task(service.run())
         asker = TokenizerClient(bus, 0.5)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while True:
                 try:
                     await asker.ask(Tokenize(model="tiny", prompt="x"))

@@ -30,7 +30,7 @@ async def serving(place: Workplace, name: str, role: str) -> AsyncIterator[Worke
         await until(lambda: worker.ctx.health.is_ready)
         yield worker
         worker.ctx.drain()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await served
 
 

@@ -73,13 +73,11 @@ async def test_a_drain_finishes_what_runs_and_takes_nothing_more(place: Workplac
 
 
 async def test_an_idle_worker_drains_at_once(place: Workplace) -> None:
-    """Within the life of one pull."""
-    worker = await place.worker("b", "both")
+    """It does not wait for the end of its grace time."""
+    worker = await place.worker("b", "both", grace_s=120.0)
     await until(lambda: worker.incarnations)
-    began_s = time.monotonic()
     worker.ctx.drain()
-    await until_drained(worker, 3)
-    assert time.monotonic() - began_s < 2
+    await until_drained(worker, 60)
 
 
 async def test_a_drain_waits_for_leases_to_be_read(place: Workplace) -> None:
@@ -240,7 +238,7 @@ async def test_the_end_of_one_id_cancels_what_its_decode_had_begun(
     await until(lambda: len(worker.incarnations) == 2)
     assert await worker.num_used_blocks() == 6
     may_read.set()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while await worker.num_used_blocks():
             await asyncio.sleep(0.01)
     assert used == [6]
@@ -310,7 +308,7 @@ async def test_an_idle_worker_checks_its_books(place: Workplace) -> None:
     record = await place.ask()
     await place.answer(record)
     await until(lambda: worker.host.load.num_blocks)
-    await until(lambda: worker.host.thread._is_checked, timeout_s=5)
+    await until(lambda: worker.host.thread._is_checked, timeout_s=60)
 
 
 async def test_cancel_words_of_no_use_are_passed_over(place: Workplace) -> None:
@@ -356,6 +354,6 @@ async def test_serving_is_one_incarnation_after_the_other(place: Workplace) -> N
         await until(lambda: worker.ctx.describe(worker.ctx.beat()).worker)
         assert worker.ctx.health.is_ready
         worker.ctx.drain()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await serving
     assert worker.ctx.beat().state == "draining"

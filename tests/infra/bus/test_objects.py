@@ -34,7 +34,7 @@ async def _receive(bus, times, until, size):
     )
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(pull.run())
-        await until(lambda: taken, timeout_s=15)
+        await until(lambda: taken, timeout_s=60)
         running.cancel()
     assert await load_payload(bus, taken[0]) == payload
     parsed = WorkHeaders.from_dict(taken[0].headers)

@@ -108,7 +108,7 @@ async def test_nak_delay_term_and_progress(bus, times, until):
             await asyncio.sleep(0.05)
         assert len(worker.taken) == 1
         await worker.taken.pop().term("not usable")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while (await bus.api(f"STREAM.INFO.{WORK}"))["state"]["messages"]:
                 pass
         running.cancel()

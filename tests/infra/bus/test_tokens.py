@@ -73,10 +73,10 @@ async def test_flush_means_stored(connect, bus, monkeypatch):
     async with running(writer):
         await _write(writer, range(99))
         await writer.put(STREAM, b"99", ask=True)
-        await writer.flush(5)
+        await writer.flush(60)
         assert writer.num_unconfirmed == 0
         assert [int(message.data) for message in await _stored(bus)] == list(range(100))
-        await writer.flush(5)  # nothing to wait for
+        await writer.flush(60)  # nothing to wait for
 
 
 async def test_what_nobody_asks_for_is_confirmed_all_the_same(connect, bus, until):
@@ -105,7 +105,7 @@ async def test_a_full_ring_pushes_back(broker, connect, bus, until):
             tasks.create_task(broker.restart())
             tasks.create_task(writer.until_room())
         await writer.put(STREAM, b"5")
-        await writer.flush(5)
+        await writer.flush(60)
     assert await bus.until_connected(5)
     assert _in_order_once(int(m.data) for m in await _stored(bus)) == 6
 
@@ -117,7 +117,7 @@ async def test_a_batch_that_can_never_be_sent_is_not_taken(connect, bus):
         with pytest.raises(PayloadTooLarge):
             await writer.put(STREAM, bytes(bus.max_payload + 1))
         await writer.put(STREAM, b"0")
-        await writer.flush(5)
+        await writer.flush(60)
 
 
 async def test_an_unanswered_question_keeps_later_answers_from_confirming(connect, bus):
@@ -154,7 +154,7 @@ async def test_an_answer_on_a_new_connection_says_nothing_of_the_old_one(
     writer = TokenWriter(connection)
     async with running(writer):
         await writer.put(STREAM, b"0", ask=True)
-        await writer.flush(5)
+        await writer.flush(60)
         told = connection.on_reconnected[:]
         connection.on_reconnected.clear()  # the moment before it is told, made long
         writer._sample_s = 1000.0  # nobody asks by the way
@@ -163,7 +163,7 @@ async def test_an_answer_on_a_new_connection_says_nothing_of_the_old_one(
         await broker.restart()
         await until(lambda: connection.num_reconnects == 1 and connection.is_connected)
         await writer.put(STREAM, b"4", ask=True)
-        await writer.flush(5)
+        await writer.flush(60)
         connection.on_reconnected += told
     assert await bus.until_connected(5)
     assert _in_order_once(int(message.data) for message in await _stored(bus)) == 5
@@ -178,7 +178,7 @@ async def test_tokens_and_chains_come_in_one_order(connect, bus, until):
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(_write(writer, range(300)))
             tasks.create_task(_publish(bus, chain, 100))
-        await writer.flush(5)
+        await writer.flush(60)
         stored = await _stored(bus, subjects.reader_filter(READER))
         await until(lambda: len(listener.got) >= len(stored))
     assert listener.got[: len(stored)] == [(m.seq, m.subject, m.data) for m in stored]
@@ -251,7 +251,7 @@ async def test_a_queue_that_overflows_loses_nothing(connect, bus, until):
     writer = TokenWriter(await connect("worker"))
     async with running(writer, listener.reader):
         await _write_at_once(writer, range(5000))
-        await writer.flush(10)
+        await writer.flush(60)
         stored = await _stored(bus, subjects.reader_filter(READER))
         await until(lambda: listener.seqs and listener.seqs[-1] >= stored[-1].seq)
     assert errors, "the queue was meant to overflow"
@@ -270,9 +270,9 @@ async def test_the_broker_is_killed_in_mid_stream(broker, connect, bus, until):
             tasks.create_task(_write(writer, range(2000), pause_s=0.0005))
             await until(lambda: len(listener.got) > 300)
             await broker.restart()
-            await until(lambda: len(listener.got) > 900, timeout_s=10)
+            await until(lambda: len(listener.got) > 900, timeout_s=60)
             await broker.restart()
-        await writer.flush(10)
+        await writer.flush(60)
         assert await bus.until_connected(5)
         stored = await _stored(bus, subjects.reader_filter(READER))
         await until(lambda: listener.seqs and listener.seqs[-1] >= stored[-1].seq)
@@ -292,7 +292,7 @@ async def test_the_broker_is_frozen_in_mid_stream(broker, connect, bus, until):
             os.kill(broker.pid, signal.SIGSTOP)
             await until(lambda: not (writer_bus.is_connected or reader_bus.is_connected), 8)
             os.kill(broker.pid, signal.SIGCONT)
-        await writer.flush(10)
+        await writer.flush(60)
         assert await bus.until_connected(5)
         stored = await _stored(bus, subjects.reader_filter(READER))
         await until(lambda: listener.seqs and listener.seqs[-1] >= stored[-1].seq)
@@ -371,7 +371,7 @@ async def test_a_replay_over_a_dying_broker_ends_with_an_error(broker, bus):
             if message.seq == 5:
                 await broker.kill()
 
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(60):
         with pytest.raises(BusUnavailable):
             await read()
 

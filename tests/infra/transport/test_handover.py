@@ -106,7 +106,7 @@ def reader() -> Iterator[PoolReader]:
 
 
 async def read(reader: PoolReader, handle: KvHandle, into: SharedPool, slots: list[int]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await asyncio.to_thread(reader.read, handle, into, slots)
 
 

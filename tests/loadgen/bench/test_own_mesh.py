@@ -55,7 +55,7 @@ async def test_the_mesh_is_there_in_the_block_and_gone_afterwards(
 ) -> None:
     """Ready means its addresses are known; leaving interrupts it and waits for its end."""
     use(monkeypatch, tmp_path, READY)
-    async with asyncio.timeout(30), own_mesh(["--both", "1"], {"SOME_URL": "nats://n"}) as mesh:
+    async with asyncio.timeout(60), own_mesh(["--both", "1"], {"SOME_URL": "nats://n"}) as mesh:
         assert (mesh.url, mesh.nats_url) == ("http://u", "nats://n")
         assert mesh.control_nats_url == "nats://c"
         assert is_alive(mesh.pid)
@@ -84,7 +84,7 @@ async def test_the_mesh_ends_with_a_bench_that_is_killed(tmp_path: Path) -> None
     script.write_text(READY)
     script.chmod(0o755)
     env = {**os.environ, "TMPDIR": str(tmp_path)}
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         bench = await asyncio.create_subprocess_exec(
             sys.executable, "-c", BENCH, str(script), stdout=asyncio.subprocess.PIPE, env=env
         )
@@ -105,7 +105,7 @@ async def test_a_mesh_that_dies_at_start_is_an_error_with_its_words(
     """The last output is in the message, since the folder with the log goes away."""
     use(monkeypatch, tmp_path, DYING)
     with pytest.raises(MeshNotStarted, match="ended with 3: no room on the disk"):
-        async with asyncio.timeout(30), own_mesh([]):
+        async with asyncio.timeout(60), own_mesh([]):
             pass
 
 
@@ -116,5 +116,5 @@ async def test_a_mesh_that_never_gets_ready_is_ended(
     use(monkeypatch, tmp_path, SILENT)
     monkeypatch.setattr(module, "START_TIMEOUT_S", 1.0)
     with pytest.raises(MeshNotStarted, match="not ready within 1 s: still loading"):
-        async with asyncio.timeout(30), own_mesh([]):
+        async with asyncio.timeout(60), own_mesh([]):
             pass

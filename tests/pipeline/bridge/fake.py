@@ -279,7 +279,7 @@ class House:
         return value or 0.0
 
     async def all_closed(self) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             for stream in self.client.streams:
                 await stream.is_closed.wait()
 

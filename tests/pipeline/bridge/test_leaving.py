@@ -28,7 +28,7 @@ from tests.pipeline.bridge.fake import (
     served,
 )
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 @dataclass

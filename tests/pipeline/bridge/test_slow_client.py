@@ -76,7 +76,7 @@ async def mesh_behind(bus: Bus, connection: Bus) -> AsyncIterator[tuple[Played, 
             subjects.admission(MODEL),
             lambda message: played.asked.put_nowait(decode(message.data, InferenceRequest)),
         )
-        async with served(build(RealClient(mesh=client))) as port, asyncio.timeout(30):
+        async with served(build(RealClient(mesh=client))) as port, asyncio.timeout(60):
             yield played, port
 
 

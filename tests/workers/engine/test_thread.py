@@ -21,7 +21,7 @@ from workers.engine.api import EngineApi, StepReport
 from workers.engine.engine import Engine
 from workers.engine.thread import EngineThread
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 class Listener:
