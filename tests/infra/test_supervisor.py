@@ -210,7 +210,8 @@ def test_killing_the_supervisor_while_it_starts_leaves_nothing(mesh: Mesh) -> No
 
 
 async def test_a_dead_child_is_back_and_the_mesh_was_told(mesh: Mesh) -> None:
-    """SIGKILL of a worker: its last beat comes again with "gone"; one line says so; it is ready again under another id."""
+    """SIGKILL of a worker: its last beat comes again with "gone"; one line says so; it is ready
+    again under another id."""
     mesh.start_ready()
     beats: list[Beat] = []
 
