@@ -10,10 +10,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Protocol, TypeVar
 
-from pipeline.ownership import Holding
 from schemas import subjects
 from schemas.control import Adopt, Beat
+
+ABANDONED = "its bridge is gone and nobody resumed it"  # why such a request is cancelled
+
+
+class Request(Protocol):
+    """What is judged: a holding, or a task that waits."""
+
+    @property
+    def request_id(self) -> str:
+        """Whose id."""
+
+    @property
+    def reader(self) -> str:
+        """Whom it was submitted for."""
+
+
+R = TypeVar("R", bound=Request)
 
 
 class Adoptions:
@@ -67,18 +84,18 @@ class Attendance:
         """The listener was away: all that it did not hear counts from now."""
         self._listening_since_s = now_s
 
-    def abandoned(self, holdings: Iterable[Holding], now_s: float) -> list[Holding]:
-        """Those of ``holdings`` that nobody reads any more."""
+    def abandoned(self, requests: Iterable[R], now_s: float) -> list[R]:
+        """Those of ``requests`` that nobody reads any more."""
         before_s = now_s - self._window_s
         if self._listening_since_s >= before_s:
             return []
-        return [one for one in holdings if self._last_s(one) < before_s]
+        return [one for one in requests if self._last_s(one) < before_s]
 
-    def _last_s(self, holding: Holding) -> float:
-        bridge = subjects.bridge_of(holding.reader)
+    def _last_s(self, request: Request) -> float:
+        bridge = subjects.bridge_of(request.reader)
         if bridge is None:
             return math.inf
-        return max(self._bridges.get(bridge, -math.inf), self._adoptions.last_s(holding.request_id))
+        return max(self._bridges.get(bridge, -math.inf), self._adoptions.last_s(request.request_id))
 
     def forget(self, now_s: float) -> None:
         """Drop what is older than the window: it says no more than silence does."""

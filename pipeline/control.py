@@ -26,6 +26,7 @@ from pipeline.stage import Stage, StageContext, parse_as
 from pipeline.takeover import TakeOver, redeliver_to_control
 from pipeline.tokenize_service import TokenizeService
 from pipeline.tokenizing import ChatTokenizer
+from pipeline.unclaimed import Unclaimed
 from schemas.kv import KvReady
 from schemas.models import ModelCard
 from schemas.requests import InferenceRequest
@@ -70,11 +71,13 @@ async def serve_control(ctx: RoleContext, config: ControlConfig) -> None:
     takeover = TakeOver(
         bus, stage_ctx.chain, fleet, ctx.metrics, ctx.log, on_claim=backlog.note_claim
     )
+    unclaimed = Unclaimed(bus, stage_ctx.chain, takeover.attendance, ctx.log)
     questions = TokenizeService(bus, registry, admission.tokenizer_of, ctx.log)
     async with task_scope() as tasks:
         tasks.create_task(questions.run(), name="tokenize")
         tasks.create_task(takeover.run(), name="take-over")
         tasks.create_task(registry.run(), name="registry")
+        tasks.create_task(unclaimed.run(), name="unclaimed")
         tasks.create_task(_stop_when_draining(ctx, admit, route), name="drain")
         await redeliver_to_control(bus)  # of the one that we replace, perhaps
         ctx.ready()

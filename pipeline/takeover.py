@@ -35,7 +35,7 @@ from infra.bus.replay import replay
 from infra.log import Logger
 from infra.metrics import Metrics
 from infra.task_scope import task_scope
-from pipeline.attendance import Attendance
+from pipeline.attendance import ABANDONED, Attendance
 from pipeline.claim_chain import ClaimChain
 from pipeline.fleet import Fleet
 from pipeline.ownership import Holding, Ledger
@@ -62,6 +62,8 @@ _OVERDUE_MS = 500  # later than the workers themselves: mostly they were faster
 class TakeOver:
     """Watches workers and requests of the whole mesh.
 
+    ``attendance`` is filled here, too.
+
     Args:
         fleet: filled here from heartbeats; placement reads it.
         on_claim: called with each claim when it is made, by whomever.
@@ -78,10 +80,10 @@ class TakeOver:
         on_claim: Callable[[Claim], None] = lambda claim: None,
     ) -> None:
         self.ledger = Ledger()
+        self.attendance = Attendance(bus.times.resume_window_s, time.monotonic())
         self._bus = bus
         self._chain = chain
         self._fleet = fleet
-        self._attendance = Attendance(bus.times.resume_window_s, time.monotonic())
         self._next_roll_call_s = 0.0
         self._metrics = metrics
         self._log = log
@@ -125,13 +127,13 @@ class TakeOver:
         except SchemaError:
             return  # a newer peer's; its silence is then no verdict of ours on its requests
         self._fleet.hear(beat, time.monotonic())
-        self._attendance.hear_beat(beat, time.monotonic())
+        self.attendance.hear_beat(beat, time.monotonic())
         if beat.state == "gone":
             self._someone_died.set()
 
     def _hear_adopt(self, message: Msg) -> None:
         with contextlib.suppress(SchemaError):  # a newer peer's
-            self._attendance.hear_adopt(decode(message.data, Adopt), time.monotonic())
+            self.attendance.hear_adopt(decode(message.data, Adopt), time.monotonic())
 
     def _hear_chain(self, message: Msg) -> None:
         seq = (message.headers or {}).get("Nats-Sequence")
@@ -196,7 +198,7 @@ class TakeOver:
 
     def _listen_anew(self, now_s: float) -> None:
         self._fleet.listen_anew(now_s)
-        self._attendance.listen_anew(now_s)
+        self.attendance.listen_anew(now_s)
 
     # What is done ----------------------------------------------------------------------------
 
@@ -234,14 +236,13 @@ class TakeOver:
 
     async def _end_abandoned(self, now_s: float) -> None:
         """Requests whose bridge is dead, and which no other one reads."""
-        self._attendance.forget(now_s)
-        abandoned = self._attendance.abandoned(self.ledger.holdings(), now_s)
+        self.attendance.forget(now_s)
+        abandoned = self.attendance.abandoned(self.ledger.holdings(), now_s)
         for holding in abandoned[:_ENDED_PER_TICK]:
             self._log.warning(
                 "request_abandoned", request_id=holding.request_id, reader=holding.reader
             )
-            reason = "its bridge is gone and nobody resumed it"
-            await self._end(holding, Cancelled(request_id=holding.request_id, reason=reason))
+            await self._end(holding, Cancelled(request_id=holding.request_id, reason=ABANDONED))
         if len(abandoned) <= _ENDED_PER_TICK:
             self._next_roll_call_s = now_s + self._bus.times.beat_s
 

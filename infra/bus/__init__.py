@@ -5,7 +5,8 @@ client        what nats-py lacks for that            server       the embedded b
 pull          taking work                            permissions  who may say and hear what
 token_writer  writing tokens, none lost               reaper       a dead worker's queue
 stream_reader following tokens in stream order       objects      payloads too large to send
-replay        reading what a stream holds            errors       what the bus adds to the tree
+replay        reading what a stream holds            peek         looking into the work queue
+errors        what the bus adds to the tree
 """
 
 from infra.bus.connection import Bus, BusSubscription, Msg
@@ -19,6 +20,7 @@ from infra.bus.errors import (
 from infra.bus.message import Stored, StoredMessage
 from infra.bus.names import DEAD, MODELS, MODELS_BUCKET, OBJECTS, OBJECTS_BUCKET, TOKENS, WORK
 from infra.bus.objects import ObjectBox, load_payload, publish_work
+from infra.bus.peek import drop, peek
 from infra.bus.pull import WorkMessage, WorkPull
 from infra.bus.reaper import Placement, next_attempt, reap, redeliver, waiting_work
 from infra.bus.replay import end_of_stream, replay
@@ -62,11 +64,13 @@ __all__ = [
     "WrongLastSequence",
     "admission_consumer",
     "any_consumer",
+    "drop",
     "end_of_stream",
     "ensure_topology",
     "kv_ready_consumer",
     "load_payload",
     "next_attempt",
+    "peek",
     "publish_work",
     "reap",
     "redeliver",
