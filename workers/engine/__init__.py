@@ -18,6 +18,7 @@ forward      one forward pass over a packed batch
 attention    paged attention in transformers' registry
 paged_step   one step's view of the pool; the cache object that models write to
 sampler      logits to tokens
+candidates   the likeliest tokens in order, without a sort of the vocabulary
 penalties    bias, penalties, ends that come too early
 simulated    a runner without a model, for fleets and faults
 thread       the one thread that owns the engine

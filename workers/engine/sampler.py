@@ -9,8 +9,9 @@ with a request, and a row's sums never mix with other rows'.
 
 Top-k, top-p and min-p each keep a prefix of the tokens in order (probability descending, id
 ascending); the draw is an inverse CDF over that prefix. Sorting [32, 49152] takes 92 ms, twice a
-decode step, so the prefix is looked for among the 256 likeliest tokens (4 ms); a row whose prefix
-may reach further is sorted whole. A row without filters is drawn over all tokens in id order.
+decode step, so the prefix is looked for among the likeliest 256 tokens, for rows where it may
+reach further among more, and only then among all. Only top-p without top-k needs to know what the
+whole vocabulary weighs. A row without filters is drawn over all tokens in id order.
 """
 
 from __future__ import annotations
@@ -21,13 +22,20 @@ import struct
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from schemas.requests import SamplingParams
 from workers.engine.api import Sampled, ScheduledSequence
+from workers.engine.candidates import Candidates, likeliest
 from workers.engine.penalties import adjust_logits
 
-NUM_CANDIDATES = 256
+NUM_CANDIDATES = (256, 1024, 4096)
+"""How many of the likeliest tokens are looked at, one after the other, before all are."""
+
+_NOT_KNOWN = -1  # in place of a token id
+_RUN = 1024  # tokens whose weights are summed as one
+_SLAB = 4  # rows whose weights are made at a time, so that they stay in the processor's cache
 _GREEDY_BELOW = 1e-5  # a temperature that would overflow float32 where it changed anything
 
 
@@ -97,102 +105,106 @@ def _draw_greedy(logits: Tensor, rows: Sequence[ScheduledSequence]) -> list[int]
 
 
 def _draw_unfiltered(logits: Tensor, rows: Sequence[ScheduledSequence]) -> list[int]:
-    cumulated = _weights(logits, rows).cumsum(-1, dtype=torch.float64)
-    chosen: list[int] = _invert(cumulated, _uniforms(rows), cumulated[:, -1:]).tolist()
-    return chosen
+    """Two levels, so that no sum over the vocabulary is written out: which run, which token."""
+    runs = _weights_in_runs(logits, rows)
+    up_to = runs.sum(-1, dtype=torch.float64).cumsum(-1)
+    target = _uniforms(rows) * up_to[:, -1]
+    run = _first_above(up_to, target)
+    before = F.pad(up_to, (1, 0)).gather(1, run[:, None])
+    within = runs[torch.arange(len(rows)), run].double().cumsum(-1) + before
+    chosen: list[int] = (run * _RUN + _first_above(within, target)).tolist()
+    return [min(token_id, logits.shape[1] - 1) for token_id in chosen]  # a row of NaN
 
 
 def _draw_filtered(logits: Tensor, rows: Sequence[ScheduledSequence]) -> list[int]:
-    weights = _weights(logits, rows)
-    totals = weights.cumsum(-1, dtype=torch.float64)[:, -1]
-    candidates = logits.topk(min(NUM_CANDIDATES, logits.shape[-1]), -1).indices
-    candidates = candidates.sort(-1).values  # so that a stable sort puts equals in id order
-    tokens, is_exact = _draw_prefix(logits, weights, totals, candidates, rows)
-    if not all(is_exact):
-        left = [number for number, exact in enumerate(is_exact) if not exact]
-        everything = torch.arange(logits.shape[-1]).expand(len(left), -1)
-        redrawn, _ = _draw_prefix(
-            logits[left], weights[left], totals[left], everything, [rows[n] for n in left]
-        )
-        for number, token_id in zip(left, redrawn, strict=True):
+    vocab_size = logits.shape[1]
+    totals = _totals(logits, rows)
+    tokens = [0] * len(rows)
+    left = list(range(len(rows)))
+    for at_least in (*NUM_CANDIDATES, vocab_size):
+        share = logits if len(left) == len(rows) else logits[left]
+        candidates = likeliest(share, at_least)
+        drawn = _draw_prefix(candidates, totals[left], [rows[number] for number in left])
+        for number, token_id in zip(left, drawn, strict=True):
             tokens[number] = token_id
+        left = [number for number in left if tokens[number] == _NOT_KNOWN]
+        if not left:
+            break
     return tokens
 
 
 def _draw_prefix(
-    logits: Tensor,
-    weights: Tensor,
-    totals: Tensor,
-    candidates: Tensor,
-    rows: Sequence[ScheduledSequence],
-) -> tuple[list[int], list[bool]]:
-    """Draw from the filters' prefix as far as it lies within the candidates.
+    candidates: Candidates, totals: Tensor, rows: Sequence[ScheduledSequence]
+) -> list[int]:
+    """Draw from the filters' prefix where it lies within the candidates.
 
-    Args:
-        candidates: [num_rows, num_candidates] ids in ascending order; the likeliest tokens, or
-            all.
+    Top-p counts the mass of what top-k leaves: of all tokens without it (``totals``, [num_rows]
+    float64). What weighs nothing is never drawn, so every prefix ends before it.
 
     Returns:
-        Token ids, and for each row whether the prefix is known to end within the candidates: its
-        last token is likelier than the least likely candidate, so nothing outside belongs to it
-        or is equal to what does.
+        Token ids; ``_NOT_KNOWN`` where the prefix may reach further.
     """
-    num_candidates, vocab_size = candidates.shape[1], logits.shape[1]
-    order = logits.gather(1, candidates).sort(stable=True, dim=-1, descending=True)
-    ids = candidates.gather(1, order.indices)
-    sorted_weights = weights.gather(1, ids).double()
-    cumulated = sorted_weights.cumsum(-1)
-    top_k = _column(rows, lambda s: s.top_k if s.top_k > 0 else vocab_size).long()
-    top_k = top_k.clamp(max=vocab_size)
-    mass = _mass(cumulated, totals, top_k, vocab_size)
-    last = _prefix_sizes(sorted_weights, cumulated, mass, top_k, rows)[:, None] - 1
-    ends_within = order.values.gather(1, last)[:, 0] > order.values[:, -1]
-    is_exact = (ends_within & ~mass.isnan()) | (num_candidates == vocab_size)
-    places = _invert(cumulated, _uniforms(rows), cumulated.gather(1, last))
-    return ids.gather(1, places[:, None])[:, 0].tolist(), is_exact.tolist()
-
-
-def _mass(cumulated: Tensor, totals: Tensor, top_k: Tensor, vocab_size: int) -> Tensor:
-    """[num_rows]: what the likeliest ``top_k`` tokens weigh together; NaN where the sorted
-    candidates do not reach so far."""
-    num_candidates = cumulated.shape[1]
-    within = cumulated.gather(1, top_k.clamp(max=num_candidates)[:, None] - 1)[:, 0]
-    within = within.masked_fill(top_k > num_candidates, torch.nan)
-    return torch.where(top_k == vocab_size, totals, within)
-
-
-def _prefix_sizes(
-    weights: Tensor,
-    cumulated: Tensor,
-    mass: Tensor,
-    top_k: Tensor,
-    rows: Sequence[ScheduledSequence],
-) -> Tensor:
-    """How many of the sorted candidates each row keeps, at least one: [num_rows] int64. Top-p
-    counts the mass of what top-k leaves. What weighs nothing is never drawn, so the prefix ends
-    before it: a row with few allowed tokens is not looked for among all."""
-    by_k = torch.minimum(top_k, (weights > 0).sum(-1))
-    top_p = _column(rows, lambda s: s.top_p if s.top_p < 1.0 else 2.0)
-    before = cumulated - weights
-    by_p = (before < (top_p * mass)[:, None]).sum(-1)
+    weights = _weights(candidates.logits, candidates.logits[:, :1], rows).double()
+    cumulated = weights.cumsum(-1)
+    counts, width = candidates.counts, weights.shape[1]
+    top_k = _column(rows, lambda s: s.top_k if s.top_k > 0 else math.inf)
+    top_p = _column(rows, lambda s: s.top_p if s.top_p < 1.0 else math.inf)
     min_p = _column(rows, lambda s: s.min_p)
+
+    by_k = torch.minimum(top_k, (weights > 0).sum(-1)).long()
+    mass = cumulated.gather(1, top_k.clamp(max=width).long()[:, None] - 1)[:, 0]
+    mass = torch.where(top_k.isinf(), totals, mass)
+    by_p = (cumulated - weights < (top_p * mass)[:, None]).sum(-1)
     by_min_p = (weights >= (min_p * weights[:, 0])[:, None]).sum(-1)
-    return torch.minimum(torch.minimum(by_k, by_p), by_min_p).clamp(min=1)
+    size = torch.minimum(torch.minimum(by_k, by_p), by_min_p).clamp(min=1)
+
+    is_mass_known = top_k.isinf() | (top_k <= counts) | top_p.isinf()
+    ends_here = (size < counts) | (top_k <= counts) | (cumulated[:, -1] >= top_p * mass)
+    is_known = candidates.is_all | (is_mass_known & ends_here & (counts > 0))
+    last = cumulated.gather(1, size[:, None] - 1)
+    place = _first_above(cumulated.minimum(last), _uniforms(rows) * last[:, 0])
+    chosen: list[int] = (
+        candidates.ids.gather(1, place[:, None])[:, 0].masked_fill(~is_known, _NOT_KNOWN).tolist()
+    )
+    return chosen
 
 
-def _weights(logits: Tensor, rows: Sequence[ScheduledSequence]) -> Tensor:
+def _totals(logits: Tensor, rows: Sequence[ScheduledSequence]) -> Tensor:
+    """[num_rows] float64: what all tokens of a row weigh together, where top-p asks for that;
+    elsewhere 1."""
+    totals = torch.ones(len(rows), dtype=torch.float64)
+    asking = [n for n, row in enumerate(rows) if row.sampling.top_p < 1 and row.sampling.top_k <= 0]
+    for first in range(0, len(asking), _SLAB):
+        numbers = asking[first : first + _SLAB]
+        share = (
+            logits[numbers[0] : numbers[-1] + 1] if len(asking) == len(rows) else logits[numbers]
+        )
+        runs = _weights_in_runs(share, [rows[number] for number in numbers])
+        totals[numbers] = runs.sum(-1, dtype=torch.float64).cumsum(-1)[:, -1]
+    return totals
+
+
+def _weights(logits: Tensor, largest: Tensor, rows: Sequence[ScheduledSequence]) -> Tensor:
     """exp((logit - largest) / temperature): probabilities up to a factor per row, float32."""
     temperature = _column(rows, lambda s: s.temperature).float()
-    return (logits - logits.amax(-1, keepdim=True)).div_(temperature[:, None]).exp_()
+    return (logits - largest).div_(temperature[:, None]).exp_()
 
 
-def _invert(cumulated: Tensor, uniforms: Tensor, totals: Tensor) -> Tensor:
-    """The first place whose cumulated weight exceeds uniform * total, per row: [num_rows].
+def _weights_in_runs(logits: Tensor, rows: Sequence[ScheduledSequence]) -> Tensor:
+    """The weights of all tokens, in runs of ``_RUN`` ids: [num_rows, num_runs, _RUN]; 0 behind
+    the vocabulary. A run's sum is made by one thread, so it is the same in every batch."""
+    weights = _weights(logits, logits.amax(-1, keepdim=True), rows)
+    missing = -logits.shape[1] % _RUN
+    padded = F.pad(weights, (0, missing)) if missing else weights  # pad copies in any case
+    return padded.view(len(rows), -1, _RUN)
 
-    ``totals`` [num_rows, 1] are among ``cumulated``, so the place is never past the total's."""
-    below = torch.nextafter(totals, torch.zeros_like(totals))
-    target = torch.minimum(uniforms[:, None] * totals, below)
-    places = torch.searchsorted(cumulated, target, right=True)[:, 0]
+
+def _first_above(cumulated: Tensor, target: Tensor) -> Tensor:
+    """The first place whose cumulated weight exceeds the target, per row: [num_rows] int64. A
+    target that rounding has put at the last sum or beyond it is taken to be just below."""
+    last = cumulated[:, -1:]
+    below = torch.nextafter(last, torch.zeros_like(last))
+    places = torch.searchsorted(cumulated, torch.minimum(target[:, None], below), right=True)[:, 0]
     return places.clamp(max=cumulated.shape[1] - 1)  # a row of NaN has no such place
 
 

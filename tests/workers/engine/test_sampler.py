@@ -45,7 +45,8 @@ def plain_draw(logits: torch.Tensor, one: ScheduledSequence) -> int:
     if is_filtered:
         kept.sort(key=lambda token_id: (-value[token_id], token_id))
         kept = kept[: sampling.top_k or None]
-        mass, before, within = math.fsum(weight[t] for t in kept), 0.0, []
+        mass, before = math.fsum(weight[t] for t in kept), 0.0
+        within: list[int] = []
         for token_id in kept:
             if before < sampling.top_p * mass or sampling.top_p >= 1 or not within:
                 within.append(token_id)
@@ -65,7 +66,7 @@ def plain_draw(logits: torch.Tensor, one: ScheduledSequence) -> int:
 def filtered(draw_: st.DrawFn) -> dict[str, Any]:
     return {
         "temperature": draw_(st.sampled_from([0.3, 0.8, 1.0, 1.7])),
-        "top_k": draw_(st.sampled_from([0, 1, 3, 40, NUM_CANDIDATES, 300, 5000])),
+        "top_k": draw_(st.sampled_from([0, 1, 3, 40, NUM_CANDIDATES[0], 300, 5000])),
         "top_p": draw_(st.sampled_from([0.05, 0.51, 0.93, 0.999, 1.0])),
         "min_p": draw_(st.sampled_from([0.0, 0.0, 0.03, 0.4])),
         "seed": draw_(st.integers(0, 2**64 - 1)),
@@ -78,7 +79,7 @@ def logits_and_rows(
     draw_: st.DrawFn, num_rows: int = 4
 ) -> tuple[torch.Tensor, list[ScheduledSequence]]:
     """Flat and peaked rows, with and without equal logits, vocabularies around the 256."""
-    vocab_size = draw_(st.sampled_from([5, NUM_CANDIDATES, NUM_CANDIDATES + 1, 1500]))
+    vocab_size = draw_(st.sampled_from([5, 256, 257, 1500, 2048, 2049, 5000]))
     generator = torch.Generator().manual_seed(draw_(st.integers(0, 2**31)))
     logits = torch.randn(num_rows, vocab_size, generator=generator)
     logits *= torch.tensor(
@@ -97,6 +98,23 @@ def test_draws_are_those_of_the_plain_reference(
     """Top-k, top-p and min-p keep what a full sort keeps, also where the 256 likeliest tokens do
     not hold it or end among equals, and the draw is the inverse CDF over it."""
     logits, rows = case
+    expected = [plain_draw(one, of) for one, of in zip(logits, rows, strict=True)]
+    assert draw(logits, rows) == expected
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 4.0])
+def test_wide_prefixes_are_those_of_the_plain_reference(scale: float) -> None:
+    """The same with a vocabulary that all steps of the search are made for: prefixes of 256, of
+    thousands and of nearly all tokens; all tokens equal; a row of few beside them."""
+    logits = torch.randn(5, 33_000, generator=torch.Generator().manual_seed(8)) * scale
+    logits[4] = torch.where(torch.arange(33_000) % 8000 == 3, logits[4], -torch.inf)
+    rows = [
+        row(seed=1, top_p=0.9),
+        row(seed=2, top_p=0.5, temperature=1.4),
+        row(seed=3, top_k=3000, top_p=0.8),
+        row(seed=4, min_p=0.02),
+        row(seed=5, top_p=0.99, top_k=300),
+    ]
     expected = [plain_draw(one, of) for one, of in zip(logits, rows, strict=True)]
     assert draw(logits, rows) == expected
 
@@ -225,7 +243,8 @@ def test_a_broken_row_does_not_break_its_neighbours() -> None:
     """A row of NaN gives some token of the vocabulary; the row beside it what it gives alone."""
     good = torch.randn(1, 600, generator=torch.Generator().manual_seed(3))
     logits = torch.cat([torch.full((1, 600), torch.nan), good])
-    for sampling in ({}, {"top_p": 0.9}, {"temperature": 0.0}):
+    cases: list[dict[str, Any]] = [{}, {"top_p": 0.9}, {"temperature": 0.0}]
+    for sampling in cases:
         rows = [row(seed=5, **sampling), row(seed=6, **sampling)]
         broken, kept = draw(logits, rows)
         assert 0 <= broken < 600
