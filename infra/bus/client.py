@@ -1,6 +1,6 @@
 """nats-py's client with what a broker that freezes, dies or refuses needs.
 
-Six things differ from :class:`nats.aio.client.Client` (2.16):
+Eight things differ from :class:`nats.aio.client.Client` (2.16):
 
 1. A peer that takes no bytes ends the socket after ``USER_TIMEOUT_MS``, not after 15 minutes.
 2. A lost connection is dropped, not closed: closing waits until a frozen peer has read what we
@@ -12,30 +12,132 @@ Six things differ from :class:`nats.aio.client.Client` (2.16):
 5. A ping waits its turn behind what was said before. The library's overtakes it, so that a flush
    says nothing of the subscription made just before.
 6. The pong of a round trip that was given up is dropped. The library's ends its read loop.
+7. A message goes from the parser straight to its callback (``infra.bus.wire``), not through a
+   queue and a task.
+8. What is said in one turn of the loop leaves in one write at its end, while the broker keeps up.
+   Only when it does not is the library's flusher asked, which waits for the socket.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import nats.errors
 from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 from nats.protocol.parser import PERMISSIONS_ERR
 
+from infra.bus.wire import Callback, MessageParser, header_block, parse_headers
 from schemas.errors import BusUnavailable
 
 USER_TIMEOUT_MS = 3000
 _PING = b"PING\r\n"
+_SUBJECT = re.compile(r"[^ \t\r\n]+")
 _LEAVE_S = 2.0
 _RETRY_S = 0.1
 
 
 class PersistentClient(Client):
     """A client that ends only when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ps = MessageParser(self)
+        self._callbacks: dict[int, Callback] = {}  # by subscription
+        self._is_write_due = False
+
+    async def subscribe_direct(self, subject: str, queue: str, callback: Callback) -> Subscription:
+        """Subscribe; ``callback`` is called with each message, in order, by whoever reads the
+        socket, so it must return at once. What it raises goes to the error callback."""
+
+        async def deliver(message: Msg) -> None:
+            callback(message)  # how the library would call it; deliver() comes first
+
+        # The number that the library gives next: a message may come before it returns.
+        number = self._sid + 1
+        self._callbacks[number] = callback
+        try:
+            return await self.subscribe(subject, queue, cb=deliver)
+        except BaseException:
+            self._callbacks.pop(number, None)
+            raise
+
+    def _remove_sub(self, sid: int, max_msgs: int = 0) -> None:
+        self._callbacks.pop(sid, None)
+        super()._remove_sub(sid, max_msgs)
+
+    async def deliver(
+        self, sid: int, subject: bytes, reply: bytes, data: bytes, header: bytes
+    ) -> None:
+        """A message came; the parser calls this."""
+        callback = self._callbacks.get(sid)
+        if callback is None:
+            await self._process_msg(sid, subject, reply, data, header)
+            return
+        headers = None
+        if header:
+            headers = parse_headers(header) or await self._process_headers(header)
+        message = Msg(self, subject.decode(), reply.decode(), data, headers, _sid=sid)
+        self.stats["in_msgs"] += 1
+        self.stats["in_bytes"] += len(data)
+        try:
+            callback(message)
+        except Exception as error:
+            await self._error_cb(error)
+
+    async def say(
+        self, subject: str, data: bytes, reply: str, headers: Mapping[str, str] | None
+    ) -> None:
+        """What ``publish`` does, for payloads whose size was checked, in a third of its time.
+
+        Raises:
+            BadSubjectError, BadHeaderError: these can't go on the wire.
+            OutboundBufferLimitError: not connected.
+        """
+        if not _SUBJECT.fullmatch(subject) or (reply and not _SUBJECT.fullmatch(reply)):
+            raise nats.errors.BadSubjectError
+        if not self.is_connected:
+            raise nats.errors.OutboundBufferLimitError
+        if headers:
+            head = header_block(headers)
+            line = f"HPUB {subject} {reply} {len(head)} {len(head) + len(data)}\r\n".encode()
+            command = b"".join((line, head, data, b"\r\n"))
+        else:
+            command = f"PUB {subject} {reply} {len(data)}\r\n".encode() + data + b"\r\n"
+        self.stats["out_msgs"] += 1
+        self.stats["out_bytes"] += len(data)
+        self._pending.append(command)
+        self._pending_data_size += len(command)
+        if not self._is_write_due:
+            await self._flush_pending()
+
+    async def _flush_pending(self, force_flush: bool = False) -> Any:
+        if force_flush or not self.is_connected:
+            return await super()._flush_pending(force_flush)
+        if not self._is_write_due:
+            self._is_write_due = True
+            asyncio.get_running_loop().call_soon(self._write_pending)
+        return None
+
+    def _write_pending(self) -> None:
+        self._is_write_due = False
+        if not self._pending or not self.is_connected:
+            return  # forgotten with the connection
+        writer = getattr(self._transport, "_io_writer", None)
+        if writer is None or writer.transport.get_write_buffer_size():
+            if self._flush_queue is not None and self._flush_queue.empty():
+                flushed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+                self._flush_queue.put_nowait(flushed)
+            return
+        writer.transport.write(b"".join(self._pending))
+        self._pending = []
+        self._pending_data_size = 0
 
     async def _connect_to_server(self, s: Any) -> None:
         await super()._connect_to_server(s)

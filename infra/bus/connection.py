@@ -38,8 +38,6 @@ from schemas.errors import BusUnavailable, MeshError, PayloadTooLarge, SchemaErr
 from schemas.headers import MSG_ID
 
 MAX_UNSENT_BYTES = 32 << 20  # what may wait for a broker that reads slowly
-MAX_WAITING_MSGS = 8192  # per subscription; more is a slow consumer
-MAX_WAITING_BYTES = 32 << 20
 _RETRY_S = 0.02  # between two tries of one publish
 _NO_MESSAGE = "404"
 _STREAM_NOT_FOUND = 10059
@@ -233,7 +231,7 @@ class Bus:
             raise BusUnavailable(f"the bus at {self.where} does not keep up")
         self.check_fits(data, headers)
         try:
-            await client.publish(subject, data, reply, dict(headers) if headers else None)
+            await client.say(subject, data, reply, headers)
         except (nats.errors.BadSubjectError, nats.errors.BadHeaderError) as error:
             raise SchemaError(f"{subject!r} can't be published to", param="subject") from error
         except nats.errors.Error as error:
@@ -365,33 +363,21 @@ class Bus:
         callback: Callable[[Msg], None],
         *,
         queue: str = "",
-        max_msgs: int = MAX_WAITING_MSGS,
-        max_bytes: int = MAX_WAITING_BYTES,
     ) -> BusSubscription:
-        """Call ``callback`` for each message, in order of arrival; it must return at once.
+        """Call ``callback`` for each message, in order of arrival; it must return at once, for
+        nothing else is read from the broker meanwhile.
 
-        When it returns the broker knows the subscription (while the broker is away: will know it
+        When this returns the broker knows the subscription (while the broker is away: will know it
         before anything else is said). Of all subscriptions with the same ``queue``, one gets each
-        message. Messages beyond the limits are dropped, and ``on_error``
-        hears a ``SlowConsumerError`` for each.
+        message.
 
         Raises:
             BusForbidden: our user may not read there.
         """
-
-        async def deliver(message: Msg) -> None:
-            callback(message)
-
         key = subject.lower()
         self._denied[key] = None
         try:
-            subscription = await self._client.subscribe(
-                subject,
-                queue,
-                cb=deliver,
-                pending_msgs_limit=max_msgs,
-                pending_bytes_limit=max_bytes,
-            )
+            subscription = await self._client.subscribe_direct(subject, queue, callback)
             if self.is_connected:
                 # A refusal comes before the pong; without one it is made at the reconnect.
                 with contextlib.suppress(TimeoutError):
@@ -450,11 +436,6 @@ class BusSubscription:
 
     def __init__(self, subscription: Subscription) -> None:
         self._subscription = subscription
-
-    @property
-    def sid(self) -> int:
-        """The number by which a ``SlowConsumerError`` names it."""
-        return self._subscription._id
 
     async def unsubscribe(self) -> None:
         """Stop; nothing is delivered after this. Twice does nothing."""

@@ -26,7 +26,6 @@ _HEARTBEAT_S = 1.0
 _SILENCE_S = 3.0  # three heartbeats
 _DELIVERY = "$JS.ACK."
 _ORPHAN_S = 30.0  # the broker removes a replay whose reader is gone
-_MAX_MSGS, _MAX_BYTES = 1 << 20, 128 << 20  # flow control stays far below: 32 MiB
 
 
 async def replay(
@@ -53,7 +52,7 @@ async def replay(
     """
     inbox = bus.new_inbox()
     arrived = _Arrivals()
-    subscription = await bus.subscribe(inbox, arrived.put, max_msgs=_MAX_MSGS, max_bytes=_MAX_BYTES)
+    subscription = await bus.subscribe(inbox, arrived.put)
     config = _config(inbox, filters, start_seq, last_per_subject)
     bus.on_disconnected.append(arrived.end)
     try:

@@ -21,9 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-import nats.errors
-
-from infra.bus.connection import MAX_WAITING_MSGS, Bus, BusSubscription, Msg
+from infra.bus.connection import Bus, BusSubscription, Msg
 from infra.bus.names import TOKENS
 from infra.bus.replay import end_of_stream, replay
 from schemas import subjects
@@ -31,6 +29,7 @@ from schemas.errors import BusUnavailable
 
 _MAX_SUBJECTS = 65536  # whose last sequences are remembered
 _RETRY_S = 0.05
+_MAX_HELD_MSGS = 8192
 _MAX_HELD_BYTES = 32 << 20
 
 Deliver = Callable[[int, str, bytes], None]
@@ -86,7 +85,6 @@ class StreamReader:
             BusForbidden: our user may not read this stream.
         """
         self._bus.on_reconnected.append(self._miss)
-        self._bus.on_error.append(self._hear_error)
         try:
             self._subscription = await self._bus.subscribe(
                 subjects.live(self._filter), self._receive
@@ -122,7 +120,6 @@ class StreamReader:
         """Deliver nothing more."""
         with contextlib.suppress(ValueError):
             self._bus.on_reconnected.remove(self._miss)
-            self._bus.on_error.remove(self._hear_error)
         if self._subscription is not None:
             await self._subscription.unsubscribe()
             self._subscription = None
@@ -153,7 +150,7 @@ class StreamReader:
             self._take(live)
 
     def _hold(self, live: _Live) -> None:
-        if len(self._held) >= MAX_WAITING_MSGS or self._held_bytes > _MAX_HELD_BYTES:
+        if len(self._held) >= _MAX_HELD_MSGS or self._held_bytes > _MAX_HELD_BYTES:
             self._has_missed = True
             return
         self._held.append(live)
@@ -192,12 +189,6 @@ class StreamReader:
             self._has_missed = True
         else:
             self._begin_fill(self._last + 1)
-
-    def _hear_error(self, error: Exception) -> None:
-        if isinstance(error, nats.errors.SlowConsumerError) and (
-            self._subscription is not None and error.sid == self._subscription.sid
-        ):
-            self._miss()
 
     def _begin_fill(self, from_seq: int) -> None:
         self._is_filling = True

@@ -1,0 +1,124 @@
+"""The client's side of the wire, for messages: what every token and every task passes.
+
+nats-py's parser matches each line against up to six patterns, copies what is left of its buffer for
+each message, and hands messages over through a queue and a task per subscription. Here a message
+that is whole goes from the socket's bytes to its callback at once; all else (control lines, a
+message torn by the end of a read, subscriptions without a callback of ours) is left to the
+library's parser.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import nats.errors
+from nats.aio.msg import Msg
+from nats.protocol.parser import AWAITING_CONTROL_LINE, Parser
+
+Callback = Callable[[Msg], None]
+
+_HEADER_LINE = b"NATS/1.0\r\n"
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_LINE_BREAKS = re.compile(r"[\r\n]+")
+_MAX_TORN_BYTES = 1 << 16  # of a message that is kept for the next read; more is the library's
+
+
+class MessageParser(Parser):
+    """Hands whole messages to ``client.deliver``.
+
+    Args:
+        client: takes ``deliver(sid, subject, reply, data, header)``, all but the number as bytes.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._torn = b""
+        super().__init__(client)
+
+    def reset(self) -> None:
+        """Forget what an old connection left."""
+        self._torn = b""
+        super().reset()
+
+    async def parse(self, data: bytes = b"") -> None:
+        """Take what a read brought.
+
+        Raises:
+            ProtocolError: this is no NATS.
+        """
+        if self.buf or self.state != AWAITING_CONTROL_LINE:
+            await super().parse(data)  # goes on with what it began
+            return
+        if self._torn:
+            data, self._torn = self._torn + data, b""
+        start = 0
+        while start < len(data):
+            end = await self._message(data, start)
+            if end == start:
+                break
+            start = end
+        rest = data[start:]
+        if rest and _is_message(rest) and len(rest) < _MAX_TORN_BYTES:
+            self._torn = rest
+        elif rest:
+            await super().parse(rest)
+
+    async def _message(self, data: bytes, start: int) -> int:
+        """Deliver the message that begins at ``start``; its end, or ``start`` when there is no
+        whole one."""
+        line_end = data.find(b"\r\n", start)
+        if line_end < 0:
+            return start
+        words = data[start:line_end].split()
+        if len(words) < 4 or words[0] not in (b"MSG", b"HMSG"):
+            return start
+        has_header = words[0] == b"HMSG"
+        try:
+            sid, size = int(words[2]), int(words[-1])
+            header_size = int(words[-2]) if has_header else 0
+        except ValueError:
+            raise nats.errors.ProtocolError("nats: malformed MSG") from None
+        begins = line_end + 2
+        end = begins + size + 2
+        if len(data) < end:
+            return start
+        num_fixed = 5 if has_header else 4
+        await self.nc.deliver(
+            sid,
+            words[1],
+            words[3] if len(words) > num_fixed else b"",
+            data[begins + header_size : end - 2],
+            data[begins : begins + header_size],
+        )
+        return end
+
+
+def _is_message(data: bytes) -> bool:
+    return data.startswith((b"MSG ", b"HMSG "))
+
+
+def header_block(headers: Mapping[str, str]) -> bytes:
+    """Headers as they go on the wire.
+
+    Raises:
+        BadHeaderError: a name that is none. Line breaks in a value become blanks.
+    """
+    lines = ["NATS/1.0"]
+    for name, value in headers.items():
+        if not _HEADER_NAME.fullmatch(name):
+            raise nats.errors.BadHeaderError(name)
+        lines.append(f"{name}: {_LINE_BREAKS.sub(' ', value.strip())}")
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+def parse_headers(header: bytes) -> dict[str, str] | None:
+    """The headers of a message; None for a status line, which the library parses."""
+    if not header.startswith(_HEADER_LINE):
+        return None
+    found: dict[str, str] = {}
+    for line in header[len(_HEADER_LINE) :].decode(errors="replace").split("\r\n"):
+        name, colon, value = line.partition(":")
+        if colon:
+            found[name.strip()] = value.strip()
+    return found

@@ -1,0 +1,102 @@
+import itertools
+
+import nats.errors
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infra.bus.wire import MessageParser, header_block, parse_headers
+
+WORDS = st.text(st.characters(codec="ascii", exclude_categories=["Z", "C"]), min_size=1, max_size=9)
+MESSAGES = st.lists(
+    st.tuples(
+        WORDS,
+        st.integers(1, 99),
+        st.sampled_from(["", "_INBOX.a.1"]),
+        st.binary(max_size=80),
+        st.dictionaries(st.sampled_from(["A-b", "Nats-Sequence"]), WORDS, max_size=2),
+    ),
+    max_size=6,
+)
+
+
+class Client:
+    """What the parser speaks to."""
+
+    def __init__(self):
+        self.got = []
+        self.num_pings = 0
+
+    async def deliver(self, sid, subject, reply, data, header):
+        headers = parse_headers(header) if header else {}
+        self.got.append((subject.decode(), sid, reply.decode(), data, headers))
+
+    async def _process_msg(self, sid, subject, reply, data, header):
+        await self.deliver(sid, subject, reply, data, header or b"")
+
+    async def _process_ping(self):
+        self.num_pings += 1
+
+
+def on_the_wire(subject, sid, reply, data, headers):
+    reply = f"{reply} " if reply else ""
+    if not headers:
+        return f"MSG {subject} {sid} {reply}{len(data)}\r\n".encode() + data + b"\r\n"
+    head = header_block(headers)
+    sizes = f"{len(head)} {len(head) + len(data)}"
+    return f"HMSG {subject} {sid} {reply}{sizes}\r\n".encode() + head + data + b"\r\n"
+
+
+@given(MESSAGES, st.lists(st.integers(0, 600), max_size=6))
+async def test_messages_arrive_however_reads_tear_them(messages, cuts):
+    """Each message once, in order and whole, with control lines between, wherever reads end."""
+    data = b"".join(on_the_wire(*message) + b"PING\r\n" for message in messages)
+    client = Client()
+    parser = MessageParser(client)
+    edges = sorted({0, len(data), *(min(cut, len(data)) for cut in cuts)})
+    for start, end in itertools.pairwise(edges):
+        await parser.parse(data[start:end])
+    assert client.got == messages
+    assert client.num_pings == len(messages)
+
+
+async def test_a_large_message_comes_in_many_reads():
+    """What is too large to be kept torn goes through the library's buffer; what follows it is
+    delivered as before."""
+    message = ("a.b", 7, "", bytes(300_000), {})
+    data = on_the_wire(*message) * 2 + on_the_wire("c", 8, "", b"x", {"A-b": "1"})
+    client = Client()
+    parser = MessageParser(client)
+    for start in range(0, len(data), 32768):
+        await parser.parse(data[start : start + 32768])
+    assert client.got == [message, message, ("c", 8, "", b"x", {"A-b": "1"})]
+
+
+async def test_a_new_connection_forgets_what_was_torn():
+    """``reset`` drops the beginning of a message that will not be completed."""
+    client = Client()
+    parser = MessageParser(client)
+    await parser.parse(b"MSG a 1 5\r\nab")
+    parser.reset()
+    await parser.parse(on_the_wire("b", 2, "", b"x", {}))
+    assert client.got == [("b", 2, "", b"x", {})]
+
+
+async def test_what_is_no_nats_is_an_error():
+    """A line that the protocol does not know ends the connection."""
+    with pytest.raises(nats.errors.ProtocolError):
+        await MessageParser(Client()).parse(b"MSG a one 5\r\nabcde\r\n")
+
+
+def test_a_header_can_end_no_line():
+    """Line breaks in values become blanks; names that can't be are refused."""
+    block = header_block({"A": "1\r\nB: 2"})
+    assert block == b"NATS/1.0\r\nA: 1 B: 2\r\n\r\n"
+    assert parse_headers(block) == {"A": "1 B: 2"}
+    with pytest.raises(nats.errors.BadHeaderError):
+        header_block({"A\r\nB": "1"})
+
+
+def test_a_status_line_is_the_librarys():
+    """``NATS/1.0 503`` and its like are no plain headers."""
+    assert parse_headers(b"NATS/1.0 503\r\n\r\n") is None
