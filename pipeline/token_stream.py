@@ -23,6 +23,7 @@ from typing import Self
 from infra.bus import StoredMessage
 from pipeline.claim_chain import ClaimChain
 from pipeline.ownership import RequestView
+from pipeline.quiet import QuietWatch
 from schemas import subjects
 from schemas.errors import (
     BusUnavailable,
@@ -50,7 +51,6 @@ from schemas.tokens import (
 
 Part = TokenDelta | Accepted | ChainEntry  # of one request
 
-QUIET_S = 1.0  # silence after which a waiting stream asks whether it missed something
 MAX_WAITING = 4096  # deltas of one stream that may wait to be read
 
 
@@ -60,8 +60,8 @@ class StreamHub:
     Args:
         tell_worker: the quick word to a worker that a request ended on its chain; None leaves it
             to the router.
-        check: asks the stream whether the reader missed anything; called at most once per
-            ``QUIET_S``, and only while some request waits in silence.
+        check: asks the stream whether the reader missed anything; called when some request
+            waits in silence (``pipeline/quiet.py``).
         max_waiting: how many deltas of one stream may wait to be read. A stream over that is
             given up alone (:class:`ReaderTooSlow`); what it kept is dropped.
         on_overflow: told of each stream that was opened here and then given up like that.
@@ -82,8 +82,7 @@ class StreamHub:
         self.tell_worker = tell_worker
         self.max_waiting = max_waiting
         self._on_overflow = on_overflow
-        self._check = check
-        self._last_check_s = 0.0
+        self.quiet = QuietWatch(check)
         self._streams: dict[str, tuple[TokenStream, ...]] = {}  # who reads a request, oldest first
 
     def __len__(self) -> int:
@@ -155,13 +154,6 @@ class StreamHub:
         except SchemaError:
             return ()  # from a newer peer: what we don't know we can't need
         return message.deltas if isinstance(message, TokenBatch) else (message,)
-
-    def check_if_quiet(self) -> None:
-        """Ask the stream whether something was missed, unless that was done just now."""
-        now_s = asyncio.get_running_loop().time()
-        if now_s - self._last_check_s >= QUIET_S:
-            self._last_check_s = now_s
-            self._check()
 
 
 def _give(
@@ -357,11 +349,14 @@ class TokenStream:
         if left_s <= 0:
             await self._expire()
             return
+        self._hub.quiet.begin(self)
         try:
-            async with asyncio.timeout(min(left_s, QUIET_S)):
+            async with asyncio.timeout(left_s):
                 await self._wake.wait()
         except TimeoutError:
-            self._hub.check_if_quiet()
+            pass  # past its deadline: whoever waits comes back here
+        finally:
+            self._hub.quiet.end(self)
 
     async def _expire(self) -> None:
         if self.view.terminal is not None:
