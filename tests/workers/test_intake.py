@@ -55,7 +55,7 @@ async def bench() -> AsyncIterator[Bench]:
     errors: list[Exception] = []
     thread = EngineThread(engine, lambda report: None, errors.append)
     intake = KvIntake(thread, engine.pool, engine.info, Metrics())
-    runner = engine._runner
+    runner = engine.runner
     assert isinstance(runner, GatedRunner)
     thread.start()
     made = Bench(engine, thread, intake, runner)

@@ -213,7 +213,7 @@ class Workplace:
         engine = make_engine(
             num_blocks, max_num_sequences=max_num_sequences, runner_class=GatedRunner
         )
-        runner = engine._runner
+        runner = engine.runner
         assert isinstance(runner, GatedRunner)
         bus = await self.connect("worker")
         process = f"worker-{name}-{secrets.token_hex(4)}"

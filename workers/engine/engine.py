@@ -44,6 +44,7 @@ class Engine:
         pool: the memory that the runner writes; other processes read blocks from it.
         blocks: the books of that memory.
         grammars: what answers with a ``response_format`` keep to.
+        runner: what computes; between steps it may be used beside the engine, for measuring.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Engine:
         self.config = config or EngineConfig()
         self.blocks = BlockPool(pool, self.info.block_size)
         self.scheduler = Scheduler(self.blocks, self.config)
-        self._runner = runner
+        self.runner = runner
         self._vocabulary = vocabulary
         self.grammars = Grammars(vocabulary, self.info)
         self._requests: dict[str, ActiveRequest] = {}
@@ -182,7 +183,7 @@ class Engine:
             if chunk.copy is None or active is None:
                 continue
             try:
-                self._runner.copy_block(*chunk.copy)
+                self.runner.copy_block(*chunk.copy)
             except Exception as error:
                 _log.error("block_copy_failed", key=active.key, exc_info=True)
                 self._fail(active, error, report)
@@ -220,7 +221,7 @@ class Engine:
 
     def _run(self, chunks: Seq[Chunk]) -> list[_Outcome]:
         batch = [_scheduled(chunk, self._allowed(chunk)) for chunk in chunks]
-        sampled = self._runner.execute(batch)
+        sampled = self.runner.execute(batch)
         if len(sampled) != sum(scheduled.sample for scheduled in batch):
             raise EngineFailed(f"the runner gave {len(sampled)} tokens, not one per sample")
         tokens = iter(sampled)
