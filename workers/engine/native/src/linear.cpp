@@ -57,6 +57,18 @@ const LinearKernel* kernel_of(WeightKind kind) {
       return &fp32_kernel();
     case WeightKind::kBf16:
       return &bf16_kernel();
+    case WeightKind::kQ4_0:
+      return &q4_0_kernel();
+    case WeightKind::kQ4_1:
+      return &q4_1_kernel();
+    case WeightKind::kQ8_0:
+      return &q8_0_kernel();
+    case WeightKind::kExactQ4_0:
+      return &exact_q4_0_kernel();
+    case WeightKind::kExactQ4_1:
+      return &exact_q4_1_kernel();
+    case WeightKind::kExactQ8_0:
+      return &exact_q8_0_kernel();
     default:
       return nullptr;
   }

@@ -13,7 +13,16 @@
 namespace mesh {
 
 // Numbers are part of the C interface.
-enum class WeightKind : int32_t { kFp32 = 0, kBf16 = 1, kQ4_0 = 2, kQ4_1 = 3, kQ8_0 = 4 };
+enum class WeightKind : int32_t {
+  kFp32 = 0,
+  kBf16 = 1,
+  kQ4_0 = 2,
+  kQ4_1 = 3,
+  kQ8_0 = 4,
+  kExactQ4_0 = 5,
+  kExactQ4_1 = 6,
+  kExactQ8_0 = 7,
+};
 
 // How the weights that are handed over for packing lie: row-major floats or bfloat16, or rows of
 // GGUF blocks as they stand in the file. Numbers are part of the C interface.
