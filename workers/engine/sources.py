@@ -83,7 +83,7 @@ def _converted(file: Path, cache_dir: Path, say: Progress) -> Path:
         return target
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        with _locked(cache_dir / f"{key}.lock"):
+        with locked(cache_dir / f"{key}.lock"):
             if not target.is_dir():
                 _convert_into(file, target, say)
     except OSError as error:
@@ -110,8 +110,8 @@ def _convert_into(file: Path, target: Path, say: Progress) -> None:
 
 
 @contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    """Hold an advisory lock; the kernel lets go of it when its holder dies."""
+def locked(file: Path) -> Iterator[None]:
+    """Hold a lock file, made when missing; the kernel lets go of it when its holder dies."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -35,9 +35,11 @@ inline Vec load_items(const Bf16* from) {
 // kWidth items, rounded where the type is narrower.
 inline void store_items(float* to, Vec value) { store(to, value); }
 inline void store_items(Bf16* to, Vec value) {
-  float lanes[kWidth];
-  store(lanes, value);
-  for (int lane = 0; lane < kWidth; ++lane) to[lane] = to_bf16(lanes[lane]);
+  const IntVec bits = as_bits(value);
+  const IntVec rounded = bits + 0x7fff + (bits >> 16 & 1);
+  const IntVec kept = value == value ? rounded : (bits | 0x400000);
+  const HalfVec halves = __builtin_convertvector(kept >> 16, HalfVec);
+  *reinterpret_cast<detail::LooseHalfVec*>(to) = halves;
 }
 
 }  // namespace mesh

@@ -1,0 +1,193 @@
+"""From C++ sources to a library in the user's cache, compiled at first use.
+
+A library is named by what went into it (sources, compiler, flags) and by its own content, so a
+file that was cut short or changed is not loaded but compiled again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import structlog
+
+from workers.engine.sources import locked
+
+SOURCES = Path(__file__).parent / "src"
+_COMPILER = "g++"
+_TIMEOUT_S = 600.0  # 14 s of CPU; many times that on a crowded machine
+_OPTIONS = (
+    "-std=c++20",
+    "-O3",
+    "-ffp-contract=off",  # every rounding is written down
+    "-fno-math-errno",
+    "-fPIC",
+    "-shared",
+    "-pthread",
+    "-fvisibility=hidden",
+    "-Wno-psabi",  # vectors are never passed between libraries
+)
+_NEEDED = {"avx2": "-mavx2", "fma": "-mfma"}
+_WIDE = {
+    "avx512f": "-mavx512f",
+    "avx512bw": "-mavx512bw",
+    "avx512dq": "-mavx512dq",
+    "avx512vl": "-mavx512vl",
+}
+_USED_BESIDE_WIDE = {"avx512_bf16": "-mavx512bf16", "avx512_vnni": "-mavx512vnni"}
+_USED = {"f16c": "-mf16c"}
+
+_log = structlog.get_logger(__name__)
+
+
+class NativeUnavailable(Exception):
+    """The native path can't be used; the message is the reason, for people."""
+
+
+def compiled_library(cache_dir: Path, *, more_options: Sequence[str] = ()) -> Path:
+    """The library for this processor, compiled now if it is not in the cache. Several processes
+    may ask at once: one compiles, the others wait.
+
+    Args:
+        more_options: of the compiler, after ours.
+
+    Raises:
+        NativeUnavailable: no compiler, a processor without AVX2 and FMA, an error of the compiler,
+            or a cache that can't be written.
+    """
+    options = (*_OPTIONS, *target_options(cpu_features()), *more_options)
+    compiler = find_compiler()
+    key = _key(compiler, options)
+    found = _intact(cache_dir, key)
+    if found is not None:
+        return found
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with locked(cache_dir / f"{key}.lock"):
+            return _intact(cache_dir, key) or _compile(compiler, options, cache_dir, key)
+    except OSError as error:
+        raise NativeUnavailable(f"{cache_dir}: {error.strerror or error}") from error
+
+
+def find_compiler() -> str:
+    """The path of the C++ compiler.
+
+    Raises:
+        NativeUnavailable: there is none.
+    """
+    found = shutil.which(_COMPILER)
+    if found is None:
+        raise NativeUnavailable(f"no C++ compiler: {_COMPILER} is not on the PATH")
+    return found
+
+
+def cpu_features() -> frozenset[str]:
+    """This processor's features, as Linux names them; none where it does not say."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return frozenset()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    flags = next((line for line in lines if line.startswith("flags")), "")
+    return frozenset(flags.partition(":")[2].split())
+
+
+def target_options(features: frozenset[str]) -> tuple[str, ...]:
+    """What the compiler may use on a processor with these features.
+
+    Raises:
+        NativeUnavailable: it lacks what the sources need.
+    """
+    if not _NEEDED.keys() <= features:
+        raise NativeUnavailable("this processor has no AVX2 and FMA")
+    options = [*_NEEDED.values()]
+    options += [option for name, option in _USED.items() if name in features]
+    if _WIDE.keys() <= features:
+        options += _WIDE.values()
+        options += [option for name, option in _USED_BESIDE_WIDE.items() if name in features]
+    return tuple(options)
+
+
+def _key(compiler: str, options: Sequence[str]) -> str:
+    digest = hashlib.blake2b(digest_size=12)
+    for part in (_output([compiler, "--version"]), *options):
+        digest.update(f"{part}\0".encode())
+    for file in sorted(SOURCES.iterdir()):
+        digest.update(f"{file.name}\0".encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def _intact(cache_dir: Path, key: str) -> Path | None:
+    for file in cache_dir.glob(f"{key}-*.so"):
+        if file.stem == f"{key}-{_content_digest(file)}":
+            return file
+        _log.warning("native_library_broken", file=str(file))
+    return None
+
+
+def _content_digest(file: Path) -> str:
+    return hashlib.blake2b(file.read_bytes(), digest_size=12).hexdigest()
+
+
+def _compile(compiler: str, options: Sequence[str], cache_dir: Path, key: str) -> Path:
+    """Compile beside the target, then rename; whoever loads the library sees all of it."""
+    _log.info("native_library_compiling", compiler=compiler)
+    with tempfile.TemporaryDirectory(prefix=f"{key}.part-", dir=cache_dir) as work:
+        objects = _compile_each(compiler, options, Path(work))
+        part = Path(work) / "library.so"
+        _output([compiler, *options, *map(str, objects), "-o", str(part)])
+        for stale in cache_dir.glob(f"{key}-*.so"):
+            stale.unlink()
+        target = cache_dir / f"{key}-{_content_digest(part)}.so"
+        part.rename(target)
+    _log.info("native_library_compiled", file=str(target), size_bytes=target.stat().st_size)
+    return target
+
+
+def _compile_each(compiler: str, options: Sequence[str], work: Path) -> list[Path]:
+    """One process per source file and core."""
+    waiting = sorted(SOURCES.glob("*.cpp"), key=lambda file: -file.stat().st_size)
+    objects = [work / f"{file.stem}.o" for file in waiting]
+    num_cores = len(os.sched_getaffinity(0))
+    commands = [
+        [compiler, *options, "-c", str(file), "-o", str(made)]
+        for file, made in zip(waiting, objects, strict=True)
+    ]
+    for first in range(0, len(commands), num_cores):
+        _run_together(commands[first : first + num_cores])
+    return objects
+
+
+def _run_together(commands: Sequence[Sequence[str]]) -> None:
+    running = [
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        for command in commands
+    ]
+    try:
+        for process in running:
+            _, errors = process.communicate(timeout=_TIMEOUT_S)
+            _check(process.args, process.returncode, errors)  # type: ignore[arg-type]
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def _output(command: Sequence[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    _check(command, done.returncode, done.stderr)
+    return done.stdout
+
+
+def _check(command: Sequence[str], status: int, errors: str) -> None:
+    if status != 0:
+        lines = [line for line in errors.splitlines() if "error" in line] or errors.splitlines()
+        reason = lines[0] if lines else f"exit status {status}"
+        raise NativeUnavailable(f"{Path(command[0]).name} failed: {reason}")

@@ -1,0 +1,128 @@
+"""The native runner: one call of the library per step.
+
+It keeps the packed weights and nothing about sequences: what was computed of them lies in their
+blocks, in the layout of the general path. A worker of either path goes on where the other stopped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence as Seq
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from infra.model_folder import ModelFolder
+from workers.engine.api import EngineInfo, Sampled, ScheduledSequence
+from workers.engine.kv_layout import KvLayout
+from workers.engine.native.library import Batch, check
+from workers.engine.native.rope import RopeTable
+from workers.engine.native.weights import NativeModel
+from workers.engine.sampler import sample
+
+
+class NativeRunner:
+    """A :class:`workers.engine.api.Runner` for a model of the Llama family.
+
+    What a sequence gets does not depend on the batch, on how its prompt was cut into chunks, or on
+    the number of threads: bit for bit.
+
+    Args:
+        slots: [num_blocks, layout.block_bytes] uint8, written in place; as of ``SharedPool``.
+    """
+
+    def __init__(
+        self,
+        model: NativeModel,
+        rope: RopeTable,
+        facts: ModelFolder,
+        layout: KvLayout,
+        slots: npt.NDArray[np.uint8],
+    ) -> None:
+        self._model = model
+        self._rope = rope
+        self._slots = slots
+        self.info = EngineInfo(
+            kind="native",
+            context_length=facts.context_length,
+            vocab_size=facts.vocab_size,
+            eos_token_ids=facts.eos_token_ids,
+            block_size=layout.block_size,
+            num_blocks=len(slots),
+            block_bytes=layout.block_bytes,
+            fingerprint=layout.fingerprint,
+        )
+
+    def execute(self, batch: Seq[ScheduledSequence]) -> list[Sampled]:
+        """Compute the batch; one result per sequence with ``sample`` set, in batch order."""
+        sampling = [sequence for sequence in batch if sequence.sample]
+        logits = self.logits(batch)
+        return sample(logits, sampling, self.info.eos_token_ids) if sampling else []
+
+    def logits(self, batch: Seq[ScheduledSequence]) -> Tensor:
+        """Compute the batch up to the logits: [n, vocab_size] float32, a row per sequence with
+        ``sample`` set, in batch order.
+
+        Raises:
+            NativeError: out of memory.
+        """
+        num_rows = sum(sequence.count for sequence in batch)
+        token_ids = np.fromiter(
+            (
+                token_id
+                for sequence in batch
+                for token_id in sequence.token_ids[sequence.start : sequence.start + sequence.count]
+            ),
+            np.int32,
+            num_rows,
+        )
+        tables = np.concatenate([np.asarray(one.block_table, np.int32) for one in batch])
+        self._rope.cover(max(sequence.start + sequence.count for sequence in batch))
+        logits = torch.empty(sum(sequence.sample for sequence in batch), self.info.vocab_size)
+        spans = _spans(batch)
+        call = Batch(
+            num_rows=num_rows,
+            num_spans=len(batch),
+            token_ids=token_ids.ctypes.data,
+            spans=spans.ctypes.data,
+            block_tables=tables.ctypes.data,
+            cosines=self._rope.cosines.data_ptr(),
+            sines=self._rope.sines.data_ptr(),
+            pool=self._slots.ctypes.data,
+            logits=logits.data_ptr(),
+        )
+        check(self._model.functions.mesh_model_run(self._model.handle, ctypes.byref(call)))
+        return logits
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy one slot's bytes to another."""
+        self._slots[target] = self._slots[source]
+
+
+def _spans(batch: Seq[ScheduledSequence]) -> npt.NDArray[np.int32]:
+    """[n, 5] int32: the fields of ``library.Span``."""
+    counts = [sequence.count for sequence in batch]
+    sizes = [len(sequence.block_table) for sequence in batch]
+    logits_rows = accumulate(sequence.sample for sequence in batch)
+    return np.array(
+        [
+            (
+                first_row,
+                sequence.count,
+                sequence.start,
+                first_block,
+                row - 1 if sequence.sample else -1,
+            )
+            for sequence, first_row, first_block, row in zip(
+                batch,
+                accumulate(counts, initial=0),
+                accumulate(sizes, initial=0),
+                logits_rows,
+                strict=False,  # the two that begin with 0 have their total at the end
+            )
+        ],
+        np.int32,
+    )
