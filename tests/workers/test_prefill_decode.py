@@ -120,6 +120,16 @@ async def test_the_journey_is_two_claims_and_one_release(place: Workplace) -> No
     assert answer.end.usage.cached_tokens == 0
 
 
+@pytest.mark.parametrize("n", [1, 3])
+async def test_what_was_handed_over_does_not_count_as_cached(place: Workplace, n: int) -> None:
+    """Usage tells what was found before anything was computed; blocks that one worker computed and
+    the other copied are not that, however many choices share them."""
+    await pair(place)
+    for cached in (0, 20):
+        answer = await place.answer(await place.ask(n=n, temperature=0.9))
+        assert answer.end.usage.cached_tokens == cached
+
+
 @pytest.mark.parametrize("sampling", [{"max_tokens": 1}, {"max_tokens": 1, "n": 3}])
 async def test_what_ends_with_its_first_token_is_not_handed_over(
     place: Workplace, sampling: dict[str, object]

@@ -17,9 +17,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 
+import msgspec
+
 from schemas.errors import ConfigError
 from workers.engine.block_pool import BlockPool
-from workers.engine.sequence import Group, Sequence, num_blocks_for
+from workers.engine.sequence import ROOT, Group, Sequence, num_blocks_for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,23 +44,18 @@ class EngineConfig:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True):
     """One sequence's share of a step: ``count`` positions from its counter on.
 
+    ``samples``: the step reaches the last position, whose logits give the next token.
     ``copy`` (source slot, target slot) is to be done before the step runs. Copies keep the order of
     chunks: a source may be free by now, and be the target of a later one.
     """
 
     sequence: Sequence
     count: int
+    samples: bool
     copy: tuple[int, int] | None = None
-
-    @property
-    def samples(self) -> bool:
-        """Whether the step reaches the last position, whose logits give the next token."""
-        sequence = self.sequence
-        return self.count == sequence.num_uncomputed_tokens and not sequence.is_root
 
 
 @dataclass(slots=True)
@@ -69,7 +66,8 @@ class _Plan:
     chunks: dict[Sequence, Chunk] = field(default_factory=dict)
 
     def add(self, sequence: Sequence, count: int, copy: tuple[int, int] | None = None) -> None:
-        self.chunks[sequence] = Chunk(sequence, count, copy)
+        samples = count == sequence.num_uncomputed_tokens and sequence.index != ROOT
+        self.chunks[sequence] = Chunk(sequence, count, samples, copy)
         self.budget -= count
 
     def drop(self, sequence: Sequence) -> None:
@@ -101,7 +99,9 @@ class Scheduler:
         insort(self.waiting, sequence, key=_age)
 
     def adopt(self, sequence: Sequence) -> None:
-        """The same for one whose block table and counter tell of KV that was imported."""
+        """The same for one whose block table and counter tell of KV that was imported. What is
+        found in the pool then is that very KV: none of it counts as cached."""
+        sequence.group.has_started = True
         self._register(sequence, 0)
         if sequence.is_root and sequence.num_uncomputed_tokens == 0:
             self.park(sequence)
@@ -147,10 +147,14 @@ class Scheduler:
         Empty: nothing can run until something is added or released.
         """
         plan = _Plan(self.config.max_batch_tokens)
-        for sequence in [s for s in self.running if s.is_decoding]:
+        decoding: list[Sequence] = []
+        others: list[Sequence] = []
+        for sequence in self.running:
+            (decoding if sequence.is_decoding else others).append(sequence)
+        for sequence in decoding:
             if sequence.block_table:
                 self._extend(sequence, 1, plan)
-        for sequence in [s for s in self.running if not s.is_decoding]:
+        for sequence in others:
             if sequence.block_table and plan.budget:
                 count = min(sequence.num_uncomputed_tokens, plan.budget)
                 self._extend(sequence, count, plan)
@@ -170,6 +174,8 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence, count: int) -> bool:
         end = sequence.num_computed_tokens + count
+        if end <= len(sequence.block_table) * self.pool.block_size:
+            return True
         missing = num_blocks_for(end, self.pool.block_size) - len(sequence.block_table)
         if missing > 0:
             blocks = self.pool.allocate(missing)

@@ -36,7 +36,7 @@ class Group:
     root: Sequence | None = None
     pending: list[Sequence] = field(default_factory=list)  # choices that wait for the root
     num_unstarted: int = 0  # choices that never ran: while there are any, the root is of use
-    has_started: bool = False
+    has_started: bool = False  # computed here, or at least begun elsewhere and imported
     num_cached_tokens: int = 0  # of the prompt, found in the pool when the request first ran
 
 
@@ -75,7 +75,7 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         """Whether one position is left, after others."""
-        return self.num_computed_tokens > 0 and self.num_uncomputed_tokens == 1
+        return len(self.token_ids) - self.num_computed_tokens == 1 and self.num_computed_tokens > 0
 
     @property
     def num_tokens(self) -> int:
