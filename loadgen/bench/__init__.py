@@ -1,7 +1,9 @@
 """Benches: each measures one part of the mesh on this machine, and prints people's text or JSON.
 
     crowd   thousands of requests that wait, a thousand streams at once: memory, errors
+    engine  steps of the engine beside the same steps by transformers
     hop     how long a message takes from stage to stage, without load
+    slow    what clients that do not read cost those who do
     stream  what a streamed token costs in CPU, and how fast many streams are
 
 ``BENCHES`` maps the name of a bench to its module, which is imported when the bench is asked for.
@@ -14,7 +16,9 @@ from __future__ import annotations
 
 BENCHES: dict[str, str] = {
     "crowd": "loadgen.bench.crowd",
+    "engine": "loadgen.bench.engine",
     "hop": "loadgen.bench.hop",
+    "slow": "loadgen.bench.slow",
     "stream": "loadgen.bench.stream",
 }
 

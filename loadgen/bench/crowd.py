@@ -42,7 +42,7 @@ from schemas import subjects
 from schemas.errors import ConfigError, MeshError
 
 MODEL = "smollm2-135m"
-_NUM_DECODE = 2
+_NUM_PREFILL = _NUM_DECODE = 2
 _BATCH = 200  # requests sent before the next look at admission's queue
 _LOOK_S = 0.1
 _SAMPLE_S = 1.0
@@ -70,7 +70,7 @@ class CrowdSettings:
     input_len: int = 8
     output_len: int = 32
     over: Literal["http", "bus"] = "http"
-    speed: float = 0.25
+    speed: float = 0.1
     limit_s: float = 600.0
 
     def __post_init__(self) -> None:
@@ -121,7 +121,7 @@ def command(
     input_len: Annotated[int, typer.Option(help="tokens of a prompt")] = 8,
     output_len: Annotated[int, typer.Option(help="tokens of an answer")] = 32,
     over: Annotated[Literal["http", "bus"], typer.Option(help="how they are sent")] = "http",
-    speed: Annotated[float, typer.Option(help="of the simulated engine")] = 0.25,
+    speed: Annotated[float, typer.Option(help="of the simulated engine")] = 0.1,
     limit: Annotated[float, typer.Option(help="seconds for all of it")] = 600.0,
     json: Annotated[bool, typer.Option("--json", help="print JSON only")] = False,
 ) -> None:
@@ -155,13 +155,16 @@ async def measure(settings: CrowdSettings) -> Crowd:
     Raises:
         MeshError: the mesh did not start, or all of it took longer than ``limit_s``.
     """
-    flags = ("--engine", "simulated", "--prefill", "1", "--decode", str(_NUM_DECODE))
+    flags = ("--engine", "simulated", "--prefill", str(_NUM_PREFILL),
+             "--decode", str(_NUM_DECODE))  # fmt: skip
     async with own_mesh(flags, settings.environment()) as own:
         url = own.control_nats_url
         async with await Bus.connect(url, role=user_of(url), name="crowd") as bus:
             mesh = ChaosMesh(bus, (own.url,), own.nats_url)
             await mesh.watch()
-            if not await until(lambda: len(mesh.ready("worker")) == 1 + _NUM_DECODE, _START_S):
+            if not await until(
+                lambda: len(mesh.ready("worker")) == _NUM_PREFILL + _NUM_DECODE, _START_S
+            ):
                 raise NotWhole(f"the workers were not ready within {_START_S:.0f} s")
             return await _send_and_read(settings, own, mesh)
 
@@ -291,5 +294,11 @@ def make_result(settings: CrowdSettings, crowd: Crowd, machine: MachineNote) -> 
         figures=figures,
         settings=msgspec.to_builtins(settings),
         machine=machine,
-        notes=("simulated engine: times are of its cost model",),
+        notes=("simulated engine: times are of its cost model", *_examples(crowd)),
     )
+
+
+def _examples(crowd: Crowd) -> list[str]:
+    """What one request of each kind of error was told."""
+    told = {one.error_kind: one.error_message for one in crowd.results if one.state == "failed"}
+    return [f"{kind}: {message}" for kind, message in sorted(told.items())]
