@@ -70,6 +70,7 @@ class PeerSettings:
     timeout_s: float = 60.0
     seed: int = 0
     restarts: bool = False  # start again what was ended
+    settle_s: float = 15.0  # for what was started again to serve
 
     def __post_init__(self) -> None:
         for verb in self.verbs:
@@ -192,6 +193,8 @@ async def run_peer_chaos(settings: PeerSettings, console: Console) -> ChaosRepor
             console.print(f"{verb} {name}: {tally.streams} streams, {tally.failed_requests} failed")
             if not await _is_back(settings, client, peer, cases, (name, verb), report):
                 break
+            if settings.restarts and verb != "freeze":
+                await asyncio.sleep(settings.settle_s)
     return report
 
 
@@ -328,6 +331,7 @@ def main(
     tokens: Annotated[int, typer.Option(help="length of an answer")] = 60,
     freeze: Annotated[float, typer.Option(help="seconds")] = 10.0,
     timeout: Annotated[float, typer.Option(help="seconds for one request")] = 60.0,
+    settle: Annotated[float, typer.Option(help="seconds for what was restarted to serve")] = 15.0,
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
     """Kill, freeze or end processes of a server while it streams, and check every stream."""
@@ -344,6 +348,7 @@ def main(
         timeout_s=timeout,
         seed=seed,
         restarts=restart,
+        settle_s=settle,
     )
     report = asyncio.run(run_peer_chaos(settings, console))
     console.print(report.table())
