@@ -24,6 +24,7 @@ from infra.bus import StoredMessage
 from pipeline.claim_chain import ClaimChain
 from pipeline.ownership import RequestView
 from pipeline.quiet import QuietWatch
+from pipeline.wakes import Wakes
 from schemas import subjects
 from schemas.errors import (
     BusUnavailable,
@@ -83,6 +84,7 @@ class StreamHub:
         self.max_waiting = max_waiting
         self._on_overflow = on_overflow
         self.quiet = QuietWatch(check)
+        self.wakes = Wakes()
         self._streams: dict[str, tuple[TokenStream, ...]] = {}  # who reads a request, oldest first
 
     def __len__(self) -> int:
@@ -116,6 +118,7 @@ class StreamHub:
 
     def forget(self, stream: TokenStream) -> None:
         """Stop to listen for one reader of a request."""
+        stream.disarm()
         others = tuple(
             other for other in self._streams.get(stream.request_id, ()) if other is not stream
         )
@@ -201,6 +204,14 @@ class TokenStream:
         self._held: list[tuple[int, Part]] | None = None
         self._accepted: Accepted | None = None
         self._wake = asyncio.Event()
+        self._wake_up = self._wake.set
+        self._has_begun = False  # a token was shown
+        self._alarm: asyncio.TimerHandle | None = None  # at the deadline
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens heard of so far, of all choices."""
+        return sum(len(choice.token_ids) for choice in self.view.choices.values())
 
     @property
     def is_known(self) -> bool:
@@ -311,6 +322,7 @@ class TokenStream:
         elif isinstance(part, Accepted):
             self._accepted = part
             self.deadline_unix_ms = part.deadline_unix_ms
+            self.disarm()
             self._heard()
         else:
             self.view.apply_entry(seq, part)
@@ -323,7 +335,11 @@ class TokenStream:
             ready = [d for d in ready if d.number + len(d.ids) > self._from_number]
         if ready:
             self._ready += ready
-            self._wake.set()
+            if self._has_begun:
+                self._hub.wakes.add(self._wake_up)
+            else:
+                self._has_begun = True
+                self._wake_up()
             if len(self._ready) > self._max_ready and self._held is None:
                 self._overflow()
 
@@ -345,18 +361,34 @@ class TokenStream:
     async def _wait(self) -> None:
         """Until something came; a request past its deadline is ended here."""
         self._wake.clear()
-        left_s = (self.deadline_unix_ms - self._hub.now_unix_ms()) / 1000
-        if left_s <= 0:
+        if self._left_s() <= 0:
             await self._expire()
             return
+        if self._alarm is None:
+            self._arm()
         self._hub.quiet.begin(self)
         try:
-            async with asyncio.timeout(left_s):
-                await self._wake.wait()
-        except TimeoutError:
-            pass  # past its deadline: whoever waits comes back here
+            await self._wake.wait()
         finally:
             self._hub.quiet.end(self)
+
+    def _left_s(self) -> float:
+        return (self.deadline_unix_ms - self._hub.now_unix_ms()) / 1000
+
+    def _arm(self) -> None:
+        """Wake whoever waits, at the deadline: one timer per request, not one per wait."""
+        loop = asyncio.get_running_loop()
+        self._alarm = loop.call_later(max(self._left_s(), 0), self._ring)
+
+    def _ring(self) -> None:
+        self._alarm = None
+        self._wake.set()
+
+    def disarm(self) -> None:
+        """The deadline is another one, or none."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
 
     async def _expire(self) -> None:
         if self.view.terminal is not None:

@@ -1,0 +1,58 @@
+"""When readers hear of new tokens: at once while there are few, together when there are many.
+
+What a woken reader does for a token, mostly one write to a socket, costs many times what the token
+itself does, and two tokens in one write cost what one does. So the readers of one process are woken
+in rounds, and after each round there is a rest of ``REST`` times what it took::
+
+    | round, t |        rest, 3 t        | round | rest ...
+      tokens that come in a rest leave together in the next round
+
+An engine's steps are longer than that as a rule, and nothing waits; with many streams, or a machine
+that is short of time, tokens wait for ``LONGEST_S`` at most. A first token never does, nor an end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+REST = 3.0
+LONGEST_S = 0.01
+
+Wake = Callable[[], None]
+
+
+class Wakes:
+    """Calls each of those that were added, once, in the next round."""
+
+    def __init__(self) -> None:
+        self._ripe: dict[Wake, None] = {}
+        self._is_due = False
+        self._next_s = 0.0  # when the rest ends, in the loop's time
+        self._began_s = 0.0
+
+    def add(self, wake: Wake) -> None:
+        """Call ``wake`` in the next round; it is to set something that a task waits for."""
+        self._ripe[wake] = None
+        if self._is_due:
+            return
+        self._is_due = True
+        loop = asyncio.get_running_loop()
+        if loop.time() >= self._next_s:
+            loop.call_soon(self._wake_all)
+        else:
+            loop.call_at(self._next_s, self._wake_all)
+
+    def _wake_all(self) -> None:
+        self._is_due = False
+        ripe, self._ripe = self._ripe, {}
+        self._began_s = time.perf_counter()
+        for wake in ripe:
+            wake()
+        asyncio.get_running_loop().call_soon(self._rest)  # behind all tasks that were woken
+
+    def _rest(self) -> None:
+        took_s = time.perf_counter() - self._began_s
+        loop = asyncio.get_running_loop()
+        self._next_s = loop.time() + min(REST * took_s, LONGEST_S)
