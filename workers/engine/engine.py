@@ -171,14 +171,17 @@ class Engine:
                 continue
             report.num_computed_tokens += chunk.count
             self.scheduler.complete(chunk)
-            if outcome is not None:
-                self._take_token(active, chunk, outcome, report)
-            self._settle(active, report)
+            has_ended = outcome is not None and self._take_token(active, chunk, outcome, report)
+            if has_ended or active.request.hold_after_first:
+                self._settle(active, report)
         return report
 
     def _copy_blocks(self, chunks: list[Chunk], report: StepReport) -> list[Chunk]:
         """Do the copies with which forks begin; returns the chunks that can run."""
-        for chunk in chunks:
+        forks = [chunk for chunk in chunks if chunk.copy is not None]
+        if not forks:
+            return chunks
+        for chunk in forks:
             active = self._requests.get(chunk.sequence.group.key)
             if chunk.copy is None or active is None:
                 continue
@@ -191,7 +194,10 @@ class Engine:
 
     def _find_allowed(self, chunks: list[Chunk], report: StepReport) -> list[Chunk]:
         """Let each grammar say what may come next; returns the chunks that can run."""
-        for chunk in chunks:
+        bound = [chunk for chunk in chunks if _has_format(chunk)]
+        if not bound:
+            return chunks
+        for chunk in bound:
             try:
                 self._allowed(chunk)
             except EngineFailed as error:
@@ -220,7 +226,10 @@ class Engine:
         return [outcome for chunk in chunks for outcome in self._execute([chunk])]
 
     def _run(self, chunks: Seq[Chunk]) -> list[_Outcome]:
-        batch = [_scheduled(chunk, self._allowed(chunk)) for chunk in chunks]
+        batch = [
+            _scheduled(chunk, self._allowed(chunk) if _has_format(chunk) else None)
+            for chunk in chunks
+        ]
         sampled = self.runner.execute(batch)
         if len(sampled) != sum(scheduled.sample for scheduled in batch):
             raise EngineFailed(f"the runner gave {len(sampled)} tokens, not one per sample")
@@ -229,7 +238,8 @@ class Engine:
 
     def _take_token(
         self, active: ActiveRequest, chunk: Chunk, sampled: Sampled, report: StepReport
-    ) -> None:
+    ) -> bool:
+        """Report a sampled token; whether its choice has ended with it."""
         sequence = chunk.sequence
         choice = active.choices[sequence.index]
         number = sequence.num_tokens
@@ -249,11 +259,13 @@ class Engine:
         )
         if choice.finish_reason is not None:
             self.scheduler.remove(sequence)
-        elif active.request.hold_after_first:
+            return True
+        if active.request.hold_after_first:
             if active.group.root is None:
                 self.scheduler.park(sequence)  # its blocks are what will be held
             else:
                 self.scheduler.remove(sequence)  # those of the root are
+        return False
 
     def _settle(self, active: ActiveRequest, report: StepReport) -> None:
         """Report the request's end, or that it is held, when this step brought it."""
@@ -312,6 +324,10 @@ class Engine:
             assert active.group.is_held or any(
                 id(sequence) in in_line | pending for sequence in active.sequences
             ), f"nothing of {active.key} is in line"
+
+
+def _has_format(chunk: Chunk) -> bool:
+    return chunk.sequence.group.sampling.response_format is not None
 
 
 def _scheduled(chunk: Chunk, allowed: bytes | None) -> ScheduledSequence:

@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 
 from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel
 
 from schemas.errors import ModelUnsupported
 from schemas.tokens import TokenLogprob, TopLogprob
@@ -35,6 +36,8 @@ class Vocabulary:
             if token.special
         )
         self._texts: dict[int, str] = {}
+        self._is_context_free = isinstance(tokenizer.decoder, ByteLevel)
+        self._pieces: dict[int, str | None] = {}
         anchor = tokenizer.encode("a", add_special_tokens=False).ids[-1:]
         self._anchor: list[int] = list(anchor)
 
@@ -76,6 +79,25 @@ class Vocabulary:
         """The text of all of them; special tokens do not show."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
+
+    def piece(self, token_id: int) -> str | None:
+        """What a token adds wherever it stands, if whole characters stand before it.
+
+        Returns:
+            "" for one that never shows; None when that depends on its neighbours: it holds a part
+            of a character, or the decoder is not one that puts bytes beside each other.
+        """
+        try:
+            return self._pieces[token_id]
+        except KeyError:
+            piece = self._pieces[token_id] = self._find_piece(token_id)
+            return piece
+
+    def _find_piece(self, token_id: int) -> str | None:
+        if self.is_silent(token_id):
+            return ""
+        text = self.decode([token_id]) if self._is_context_free else ""
+        return None if not text or REPLACEMENT in text else text
 
     def token_text(self, token_id: int) -> str:
         """One token's own text within a sentence, special tokens by name, for logprobs."""
@@ -121,6 +143,11 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """The text that became certain with this token, often that of the token itself."""
+        piece = self._vocabulary.piece(token_id)
+        if piece is not None and not self._held:
+            if piece:
+                self._context, self._context_text = [token_id], piece
+            return piece
         if self._vocabulary.is_silent(token_id):
             return ""
         self._held.append(token_id)
@@ -181,7 +208,7 @@ class OutputProcessor:
         if self._num_exempt:
             self._num_exempt -= 1
             return piece, False
-        return self._search(piece)
+        return self._search(piece) if self._stop else (piece, False)
 
     def finish(self) -> str:
         """The answer ended without a stop string: what was held back."""

@@ -117,6 +117,7 @@ class SimulatedRunner:
         self._token_ids = tuple(token_ids)
         self._eos = min(info.eos_token_ids) if info.eos_token_ids else None
         self._cost = cost
+        self._block_size = info.block_size
         self._entries = pool.slots.reshape(-1).data.cast("Q")
 
     def execute(self, batch: Seq[ScheduledSequence]) -> list[Sampled]:
@@ -137,15 +138,14 @@ class SimulatedRunner:
 
     def _write_entries(self, scheduled: ScheduledSequence) -> int:
         """Compute the positions of this step; returns the last entry."""
-        entries, table, size = self._entries, scheduled.block_table, self.info.block_size
-        token_ids = scheduled.token_ids
+        entries, table, size = self._entries, scheduled.block_table, self._block_size
+        token_ids, start = scheduled.token_ids, scheduled.start
         state = START
-        if scheduled.start:
-            block, offset = divmod(scheduled.start - 1, size)
-            state = entries[table[block] * size + offset]
-        for position in range(scheduled.start, scheduled.start + scheduled.count):
-            block, offset = divmod(position, size)
-            state = entries[table[block] * size + offset] = mix(state, token_ids[position])
+        if start:
+            state = entries[table[(start - 1) // size] * size + (start - 1) % size]
+        for position in range(start, start + scheduled.count):
+            state = mix(state, token_ids[position])
+            entries[table[position // size] * size + position % size] = state
         return state
 
     def _sample(self, scheduled: ScheduledSequence, state: int) -> Sampled:

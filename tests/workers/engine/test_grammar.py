@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from schemas.errors import EngineFailed, InvalidRequest
 from schemas.requests import ResponseFormat, SamplingParams
@@ -188,7 +189,9 @@ def test_only_allowed_tokens_are_drawn_and_listed() -> None:
     with probabilities among these."""
     logits = torch.arange(64.0)[None]
     for sampling in ({"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.5}, {}):
-        one = replace(row(logit_bias={40: 100.0}, logprobs=5, **sampling), allowed=mask(3, 9))
+        one = structs.replace(
+            row(logit_bias={40: 100.0}, logprobs=5, **sampling), allowed=mask(3, 9)
+        )
         (got,) = sample(logits, [one], frozenset())
         assert got.token_id == 9
         assert [token_id for token_id, _ in got.top] == [9, 3]
@@ -199,7 +202,7 @@ def test_many_allowed_tokens_are_kept_as_few_are() -> None:
     """Both ways of masking leave what is allowed as it was, and nothing else."""
     logits = torch.randn(2, 5000, generator=torch.Generator().manual_seed(2))
     many, few = bytearray(b"\xff" * 600), bytearray(b"\x11" * 100)
-    rows = [replace(row(), allowed=bytes(bits)) for bits in (many, few)]
+    rows = [structs.replace(row(), allowed=bytes(bits)) for bits in (many, few)]
     got = adjust_logits(logits, rows, EOS)
     for number, ids in enumerate((range(4800), [i for i in range(800) if i % 4 == 0])):
         expected = torch.full((5000,), -torch.inf)
@@ -211,7 +214,7 @@ def test_rows_without_a_mask_are_not_touched() -> None:
     """Bit for bit what they are without a masked row beside them."""
     logits = torch.randn(6, 500, generator=torch.Generator().manual_seed(1))
     free = [row(seed=n, top_k=(0, 300)[n % 2], logprobs=3) for n in range(5)]
-    masked = replace(row(seed=9), allowed=mask(1, 2))
+    masked = structs.replace(row(seed=9), allowed=mask(1, 2))
     beside = sample(logits, [*free, masked], EOS)
     assert beside[:5] == sample(logits[:5], free, EOS)
     assert beside[5].token_id in (1, 2)
@@ -221,15 +224,15 @@ def test_ends_that_come_too_early_yield_to_the_grammar() -> None:
     """``min_tokens`` forbids ends and stop ids while anything else is allowed, no longer."""
     logits = torch.zeros(1, 64)
     early = {"temperature": 0.0, "min_tokens": 5, "stop_token_ids": (3,)}
-    other = replace(row(**early), allowed=mask(2, 3, 7))
+    other = structs.replace(row(**early), allowed=mask(2, 3, 7))
     assert sample(logits, [other], EOS)[0].token_id == 7
-    only = replace(row(**early), allowed=mask(3))
+    only = structs.replace(row(**early), allowed=mask(3))
     assert sample(logits, [only], EOS)[0].token_id == 3
 
 
 def test_a_mask_without_a_token_of_the_model_is_an_error() -> None:
     """Never a draw from nothing."""
-    none = replace(row(), allowed=mask(63))
+    none = structs.replace(row(), allowed=mask(63))
     with pytest.raises(EngineFailed, match="allows no token"):
         sample(torch.zeros(1, 50), [none], EOS)
 
