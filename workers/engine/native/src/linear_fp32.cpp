@@ -10,6 +10,7 @@ struct FloatWeights {
   using Row = float;
   using Item = float;
   static constexpr int kDepth = 1;
+  static constexpr int kMostSums = kWidth == 8 ? 12 : 24;
 
   template <int Rows, int Panels>
   static void step(const float* const (&rows)[Rows], int input, const float* const (&items)[Panels],

@@ -5,6 +5,7 @@
 //     Row                 the type of a prepared input row's items
 //     Item                the type of a packed weight
 //     kDepth              inputs that are read together; padded with zeros
+//     kMostSums           vectors of sums that stay in registers
 //     step(row pointers, weights, sums)   adds the products of kDepth inputs
 //
 // Each sum is one chain of fused multiply-adds from the first input to the last, begun with the
@@ -21,7 +22,6 @@
 namespace mesh {
 
 constexpr int kPanelOutputs = 2 * kWidth;
-constexpr int kMostRows = kWidth == 8 ? 6 : 12;  // sums that fit the 16 (32) vector registers
 constexpr int kInputsPerPass = 1536;             // a panel's part stays in the first-level cache
 
 template <int Rows, int Panels>
@@ -57,6 +57,7 @@ class PanelProduct {
  public:
   using Row = typename Weights::Row;
   using Item = typename Weights::Item;
+  static constexpr int kMostRows = Weights::kMostSums / 2;
 
   static size_t padded_inputs(int num_inputs) {
     return static_cast<size_t>((num_inputs + Weights::kDepth - 1) / Weights::kDepth) *
@@ -90,7 +91,7 @@ class PanelProduct {
  private:
   // Few rows leave registers: then several panels at once keep the arithmetic units busy.
   static constexpr int panels_at_once(int rows) {
-    return rows == 1 ? 4 : rows <= kMostRows / 2 ? 2 : 1;
+    return rows == 1 ? 4 : 4 * rows <= Weights::kMostSums ? 2 : 1;
   }
 
   template <int Rows>
@@ -107,8 +108,9 @@ class PanelProduct {
     }
   }
 
+  // Not inlined: inside its callers the compiler runs out of registers for the sums.
   template <int Rows, int Panels>
-  void multiply_panels(int first_row, int first_panel, int begin, int end) const {
+  [[gnu::noinline]] void multiply_panels(int first_row, int first_panel, int begin, int end) const {
     Sums<Rows, Panels> sums;
     const Row* rows[Rows];
     const Item* items[Panels];

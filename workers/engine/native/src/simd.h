@@ -41,7 +41,15 @@ inline IntVec load_words(const void* from) {
   return *reinterpret_cast<const detail::LooseIntVec*>(from);
 }
 
-inline Vec splat(float value) { return Vec{} + value; }
+// (`Vec{} + value` would be an addition: it turns -0 into 0.)
+inline Vec splat(float value) {
+#if MESH_VECTOR_WIDTH == 8
+  return _mm256_set1_ps(value);
+#else
+  return Vec{value, value, value, value, value, value, value, value,
+             value, value, value, value, value, value, value, value};
+#endif
+}
 inline Vec as_floats(IntVec bits) { return reinterpret_cast<Vec>(bits); }
 inline IntVec as_bits(Vec value) { return reinterpret_cast<IntVec>(value); }
 inline Vec vector_max(Vec a, Vec b) { return a > b ? a : b; }
