@@ -162,7 +162,13 @@ class WorkerConfig:
     dtype: str = setting(
         "auto",
         choice("auto", "fp32", "bf16"),
-        "numbers of weights and KV cache; auto: bf16 where the processor multiplies it",
+        "numbers of weights and KV cache; auto: bf16 with native kernels, or where the processor "
+        "multiplies it",
+    )
+    kernels: str = setting(
+        "auto",
+        choice("auto", "native", "general"),
+        "native: compiled C++, for the Llama family; general: transformers; auto: native if it can",
     )
     kv_memory: int = setting(
         2**30, size_bytes(2**20), "bytes of the KV cache, such as 2GB or 512MiB"

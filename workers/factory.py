@@ -36,6 +36,7 @@ def build_engine(config: WorkerConfig) -> tuple[Engine, str]:
         engine = build_torch_engine(
             facts.path,
             dtype=config.dtype,
+            kernels=config.kernels,
             kv_bytes=config.kv_memory,
             block_size=config.block_size,
             num_threads=config.threads,

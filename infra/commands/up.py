@@ -13,7 +13,7 @@ from schemas.errors import MeshError
 
 ALSO = {
     BridgeConfig: ("host", "port"),
-    WorkerConfig: ("engine", "dtype", "kv_memory", "threads", "speed"),
+    WorkerConfig: ("engine", "dtype", "kernels", "kv_memory", "threads", "speed"),
 }
 
 

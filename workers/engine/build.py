@@ -1,24 +1,31 @@
-"""From a model folder to a torch engine."""
+"""From a model folder to an engine: native where that is possible, else the general path."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import structlog
 import torch
 
+from infra.model_folder import open_model_folder
 from infra.transport.shm import SharedPool
 from schemas.errors import ConfigError
+from workers.engine.api import Runner
 from workers.engine.engine import Engine, EngineConfig
 from workers.engine.kv_layout import KvLayout
-from workers.engine.loader import load_model
+from workers.engine.loader import LoadedModel, load_model
+from workers.engine.native import NativeUnavailable, load_native, why_not_native
 from workers.engine.output import Vocabulary
 from workers.engine.runner import TorchRunner, layout_of
+
+_log = structlog.get_logger(__name__)
 
 
 def build_torch_engine(
     folder: Path | str,
     *,
     dtype: str = "auto",
+    kernels: str = "auto",
     num_blocks: int | None = None,
     kv_bytes: int | None = None,
     block_size: int = 16,
@@ -28,32 +35,82 @@ def build_torch_engine(
     """Load a model and put an engine around it. Takes seconds.
 
     Args:
-        dtype: of weights and KV cache; see :func:`workers.engine.loader.load_model`.
+        dtype: of weights and KV cache, see :func:`workers.engine.loader.load_model`; "auto" is
+            bf16 on the native path, and on the other what this processor multiplies faster.
+        kernels: "native", "general" (transformers' modules), or "auto": native where possible.
         num_blocks, kv_bytes: the size of the KV pool; one of them. Memory is taken as blocks are
             written, not at once. From ``kv_bytes`` no more blocks are made than all sequences of
             full length could fill.
-        num_threads: what torch may use in this process; None leaves it as it is.
+        num_threads: what torch and the native library may use; None leaves torch's number as it
+            is and takes the same.
 
     Raises:
         ModelUnsupported: the model can't be served.
-        ConfigError: the pool has room for less than one block, or an unknown dtype.
+        ConfigError: the pool has room for less than one block, an unknown dtype, or native
+            kernels were asked for and can't be had.
     """
     if (num_blocks is None) == (kv_bytes is None):
         raise ConfigError("give either num_blocks or kv_bytes", param="kv_memory")
     if num_threads is not None:
         torch.set_num_threads(num_threads)
-    config = config or EngineConfig()
-    loaded = load_model(folder, dtype)
-    layout = layout_of(loaded, block_size=block_size)
-    if kv_bytes is not None:
-        blocks_per_sequence = -(-loaded.facts.context_length // block_size)
-        most = blocks_per_sequence * config.max_num_sequences
-        num_blocks = min(most, _num_blocks(kv_bytes, layout))
-    assert num_blocks is not None
-    pool = SharedPool(num_blocks, layout.block_bytes)
-    runner = TorchRunner(loaded, layout, pool.slots)
-    engine = Engine(runner, pool, Vocabulary.from_folder(loaded.facts.path), config)
-    return engine
+    builder = _Builder(
+        Path(folder), dtype, block_size, num_blocks, kv_bytes, config or EngineConfig()
+    )
+    reason = None if kernels == "general" else why_not_native(open_model_folder(folder).path)
+    if kernels != "general" and reason is None:
+        try:
+            return builder.native()
+        except NativeUnavailable as error:
+            reason = str(error)
+    if kernels == "native":
+        raise ConfigError(f"native kernels can't be used: {reason}", param="kernels")
+    _log.info("general_path_chosen", reason=reason or "kernels is general")
+    return builder.general()
+
+
+class _Builder:
+    """Builds one engine either way; both begin with the model as transformers loads it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        dtype: str,
+        block_size: int,
+        num_blocks: int | None,
+        kv_bytes: int | None,
+        config: EngineConfig,
+    ) -> None:
+        self._folder = folder
+        self._dtype = dtype
+        self._block_size = block_size
+        self._num_blocks = num_blocks
+        self._kv_bytes = kv_bytes
+        self._config = config
+
+    def native(self) -> Engine:
+        loaded = load_model(self._folder, "bf16" if self._dtype == "auto" else self._dtype)
+        layout = layout_of(loaded, block_size=self._block_size)
+        pool = self._pool(loaded, layout)
+        runner = load_native(loaded, layout, pool.slots, num_threads=torch.get_num_threads())
+        return self._engine(runner, pool, loaded)
+
+    def general(self) -> Engine:
+        loaded = load_model(self._folder, self._dtype)
+        layout = layout_of(loaded, block_size=self._block_size)
+        pool = self._pool(loaded, layout)
+        return self._engine(TorchRunner(loaded, layout, pool.slots), pool, loaded)
+
+    def _engine(self, runner: Runner, pool: SharedPool, loaded: LoadedModel) -> Engine:
+        return Engine(runner, pool, Vocabulary.from_folder(loaded.facts.path), self._config)
+
+    def _pool(self, loaded: LoadedModel, layout: KvLayout) -> SharedPool:
+        num_blocks = self._num_blocks
+        if self._kv_bytes is not None:
+            blocks_per_sequence = -(-loaded.facts.context_length // self._block_size)
+            most = blocks_per_sequence * self._config.max_num_sequences
+            num_blocks = min(most, _num_blocks(self._kv_bytes, layout))
+        assert num_blocks is not None
+        return SharedPool(num_blocks, layout.block_bytes)
 
 
 def _num_blocks(kv_bytes: int, layout: KvLayout) -> int:

@@ -17,11 +17,22 @@ NUM_TOKENS = 20
 MAX_STEPS = 2000
 
 
-def small_engine(folder: Path, *, num_blocks: int = 96, max_batch_tokens: int = 13) -> Engine:
+def small_engine(
+    folder: Path,
+    *,
+    num_blocks: int = 96,
+    max_batch_tokens: int = 13,
+    kernels: str = "general",
+) -> Engine:
     """fp32, blocks of 4 tokens, chunks of at most 13: everything happens soon."""
     config = EngineConfig(max_batch_tokens=max_batch_tokens, max_num_sequences=13)
     return build_torch_engine(
-        folder, dtype="fp32", num_blocks=num_blocks, block_size=4, config=config
+        folder,
+        dtype="fp32",
+        kernels=kernels,
+        num_blocks=num_blocks,
+        block_size=4,
+        config=config,
     )
 
 
