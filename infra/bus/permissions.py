@@ -47,7 +47,8 @@ class Permissions:
 
 
 CONTROL = Permissions(
-    publish=(f"{ROOT}.>", f"{_API}.>", "$JS.ACK.>", "$JS.FC.>", "$KV.>", "$O.>"),
+    # To its own inbox: whether it hears the bus (``pipeline/presence.py``).
+    publish=(f"{ROOT}.>", f"{_API}.>", "$JS.ACK.>", "$JS.FC.>", "$KV.>", "$O.>", "_INBOX_control.>"),
     subscribe=(f"{ROOT}.>", "$KV.>", "$JS.EVENT.ADVISORY.>", "_INBOX_control.>"),
     may_answer=True,
 )
