@@ -48,7 +48,15 @@ class Permissions:
 
 CONTROL = Permissions(
     # To its own inbox: whether it hears the bus (``pipeline/presence.py``).
-    publish=(f"{ROOT}.>", f"{_API}.>", "$JS.ACK.>", "$JS.FC.>", "$KV.>", "$O.>", "_INBOX_control.>"),
+    publish=(
+        f"{ROOT}.>",
+        f"{_API}.>",
+        "$JS.ACK.>",
+        "$JS.FC.>",
+        "$KV.>",
+        "$O.>",
+        "_INBOX_control.>",
+    ),
     subscribe=(f"{ROOT}.>", "$KV.>", "$JS.EVENT.ADVISORY.>", "_INBOX_control.>"),
     may_answer=True,
 )
