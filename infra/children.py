@@ -35,6 +35,7 @@ class ChildSpec:
     name: str
     command: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
+    fds: tuple[int, ...] = ()  # open descriptors that it inherits
 
     def process_id(self, nonce: str) -> str:
         """As ``infra.process.new_process_id`` makes it in the child."""
@@ -45,6 +46,7 @@ class Child:
     """One child; :meth:`run` keeps it alive until :meth:`stop`.
 
     Args:
+        logs: the folder for what it writes to stdout; None: that goes to our own.
         say: called with a line for the console.
         on_death: awaited with the child and its exit code when it ended without being asked to;
             True: start it again.
@@ -53,7 +55,7 @@ class Child:
     def __init__(
         self,
         spec: ChildSpec,
-        logs: Path,
+        logs: Path | None,
         *,
         say: Callable[[str], None],
         on_death: Callable[[Child, int], Awaitable[bool]],
@@ -61,7 +63,7 @@ class Child:
         self.spec = spec
         self.process_id = ""
         self.last_words = ""  # the last line on stderr
-        self.log = logs / f"{spec.name}.log"
+        self.log = logs / f"{spec.name}.log" if logs else None
         self._say = say
         self._on_death = on_death
         self._backoff = Backoff()
@@ -96,6 +98,12 @@ class Child:
                 os.kill(self.pid, number)
                 os.kill(self.pid, signal.SIGCONT)
 
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the running child, if there is one."""
+        if self.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
     async def ended(self, deadline_s: float) -> None:
         """Wait until the running child, if any, has ended or the monotonic clock says
         ``deadline_s``."""
@@ -123,6 +131,7 @@ class Child:
                 stderr=asyncio.subprocess.PIPE,
                 limit=_LINE_BYTES,
                 start_new_session=True,
+                pass_fds=self.spec.fds,
                 preexec_fn=die_with(os.getpid(), signal.SIGTERM),
             )
         if self._stopping.is_set():  # asked to while the child was being made
@@ -148,7 +157,9 @@ class Child:
             if not self._stopping.is_set():
                 self._say(f"{self.spec.name} | {self.last_words}")
 
-    def _open_log(self) -> BinaryIO:
+    def _open_log(self) -> contextlib.AbstractContextManager[BinaryIO | None]:
+        if self.log is None:
+            return contextlib.nullcontext()
         try:
             self.log.parent.mkdir(parents=True, exist_ok=True)
             if self.log.exists() and self.log.stat().st_size > _LOG_BYTES:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from infra.bus.topology import MAX_QUEUED, Limits
+from infra.edge_config import EdgeConfig
 from infra.mesh_file import read_mesh_file
 from infra.parse import (
     ModelSource,
@@ -211,23 +212,13 @@ class WorkerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BridgeConfig:
+class BridgeConfig(EdgeConfig):
     """The HTTP bridge."""
 
     table: ClassVar[str] = "bridge"
 
     bus: BusConfig
     name: str = setting("bridge", process_name, "name of this process, part of its id")
-    host: str = setting("127.0.0.1", text, "address to listen on")
-    port: int = setting(8000, _PORT, "port to listen on; 0: any free one")
-    max_body_bytes: int = setting(4 * 2**20, size_bytes(1024), "larger bodies are refused with 413")
-    max_open_requests: int = setting(
-        4096, whole(1, 1_000_000), "requests at once; more are refused with 429"
-    )
-    max_waiting_deltas: int = setting(
-        4096, whole(16, 1_000_000), "pieces of one answer that may wait for a slow client; over "
-        "that it is cut and its request cancelled",
-    )  # fmt: skip
     request_timeout_s: float = setting(
         300.0, number(0.1, 780), "deadline of a request that names none"
     )
@@ -237,6 +228,9 @@ class BridgeConfig:
     health_host: str = setting("127.0.0.1", text, "where /health, /ready, /metrics listen")
     health_port: int = setting(0, _PORT, "port of /health, /ready, /metrics; 0: any free one")
     grace_s: float = setting(8.0, number(0.1, 600), "how long a drain may take")
+
+    def __post_init__(self) -> None:
+        self.check_edge()
 
 
 RoleConfig = ControlConfig | WorkerConfig | BridgeConfig
@@ -258,6 +252,9 @@ class UpConfig:
     prefill: int = setting(-1, whole(0, 256), "number of prefill workers per model")
     decode: int = setting(-1, whole(0, 256), "number of decode workers per model")
     both: int = setting(0, whole(0, 256), "number of workers per model that do both")
+    bridges: int = setting(
+        -1, whole(1, 256), "number of bridge processes behind one port; default: bridge.processes"
+    )
     models: tuple[ModelSource, ...] = setting(
         (DEFAULT_MODEL,), models, "a model to serve, NAME=SOURCE; may be repeated", flag="--model",
         many=True,
@@ -280,6 +277,11 @@ class UpConfig:
     def num_decode(self) -> int:
         """Decode workers per model: as given, else one unless ``both`` workers do it."""
         return self.decode if self.decode >= 0 else int(self.both == 0)
+
+    @property
+    def num_bridges(self) -> int:
+        """Bridge processes: as given, else what a bridge started alone would make of itself."""
+        return self.bridges if self.bridges > 0 else self.bridge.processes
 
     @property
     def num_workers(self) -> int:

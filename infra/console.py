@@ -60,7 +60,7 @@ class UpConsole:
 
     def greet(self, config: UpConfig) -> None:
         """Everything is ready: where it is and how to use it."""
-        base = f"http://{_reachable(config.bridge.host)}:{config.bridge.port}"
+        base = f"{config.bridge.scheme}://{_reachable(config.bridge.host)}:{config.bridge.port}"
         model = config.models[0].name
         body = msgspec.json.encode(
             {"model": model, "messages": [{"role": "user", "content": "Hello!"}]}

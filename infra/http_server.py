@@ -1,19 +1,30 @@
-"""Uvicorn inside a loop that others use too: no signal handlers of its own, sockets bound first."""
+"""Uvicorn inside a loop that others use too: no signal handlers of its own, sockets bound first.
+
+A socket may be shared: a supervisor binds it and hands it to several processes, which take
+connections from one queue. When one of them dies, what it had not taken is served by the others;
+while the supervisor lives, the port does not refuse.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import errno
+import os
 import socket
-from collections.abc import AsyncGenerator, Generator
+import ssl
+from collections.abc import AsyncGenerator, Generator, Mapping
 from typing import Any
 
 import uvicorn
 
+from infra.http_acceptor import Acceptor
+from infra.http_protocol import HttpBounds, bounded
 from schemas.errors import ConfigError
 
+LISTEN_FD = "MESH_LISTEN_FD"  # set by a supervisor: the descriptor of a socket that it has bound
 _BACKLOG = 1024
+_NO_BOUNDS = HttpBounds()
 
 
 def bind(host: str, port: int, *, key: str) -> socket.socket:
@@ -40,16 +51,31 @@ def bind(host: str, port: int, *, key: str) -> socket.socket:
     return bound
 
 
+def inherited_socket(env: Mapping[str, str] = os.environ) -> socket.socket | None:
+    """The socket that a supervisor has bound for this process and its siblings, if one has."""
+    return socket.socket(fileno=int(env[LISTEN_FD])) if LISTEN_FD in env else None
+
+
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         """Signals belong to the process, see ``infra/process.py``."""
         yield
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Nothing to do: an acceptor takes the connections, no server of the loop."""
+        self.servers: list[asyncio.Server] = []
+        self.started = True
+
 
 @contextlib.asynccontextmanager
 async def http_server(
-    app: Any, bound: socket.socket, *, drain_s: float = 1.0
+    app: Any,
+    bound: socket.socket,
+    *,
+    drain_s: float = 1.0,
+    bounds: HttpBounds = _NO_BOUNDS,
+    tls: ssl.SSLContext | None = None,
 ) -> AsyncGenerator[None, None]:
     """Serve the ASGI ``app`` on ``bound`` while the block runs.
 
@@ -57,24 +83,32 @@ async def http_server(
     them. The socket is closed in any case.
     """
     bound.listen(_BACKLOG)
-    server = _Server(
-        uvicorn.Config(
-            app,
-            http="httptools",
-            ws="none",
-            lifespan="off",
-            proxy_headers=False,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            date_header=False,
-            timeout_graceful_shutdown=max(1, round(drain_s)),
-            timeout_keep_alive=75,
-        )
+    config = uvicorn.Config(
+        app,
+        http=bounded(bounds),
+        ws="none",
+        lifespan="off",
+        proxy_headers=False,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        timeout_graceful_shutdown=max(1, round(drain_s)),
     )
+    config.load()
+
+    def make_protocol() -> asyncio.Protocol:
+        return config.http_protocol_class(  # type: ignore[call-arg]
+            config=config, server_state=server.server_state, app_state={}
+        )
+
+    acceptor = Acceptor(bound, make_protocol, tls=tls, handshake_s=bounds.head_s)
+    server = _Server(config)
     async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(acceptor.run(), name="http acceptor")
         tasks.create_task(server.serve(sockets=[bound]), name="http server")
         try:
             yield
         finally:
+            acceptor.close()  # at once: others may share the socket
             server.should_exit = True

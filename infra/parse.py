@@ -21,6 +21,7 @@ _UNITS = {
 }
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)\Z")
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,40}\Z")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@,]+\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,3 +141,16 @@ def models(raw: object) -> tuple[ModelSource, ...]:
     if len(set(names)) < len(names):
         raise ValueError(f"a model is named twice: {', '.join(names)}")
     return parsed
+
+
+def origins(raw: object) -> tuple[str, ...]:
+    """Origins as browsers send them, ``scheme://host[:port]`` in small letters, or ``*``: text with
+    commas, or a list."""
+    items = raw.split(",") if isinstance(raw, str) else raw
+    if not isinstance(items, list | tuple):
+        raise ValueError(f"{raw!r} is no list of origins")
+    parsed = tuple(text(item).lower() for item in items)
+    for item in parsed:
+        if item != "*" and not _ORIGIN.match(item):
+            raise ValueError(f"{item!r} is no origin like https://chat.example.com, and not *")
+    return tuple(dict.fromkeys(parsed))

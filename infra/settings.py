@@ -201,14 +201,14 @@ def _parse(found: Setting, raw: object, origin: str, key: str) -> Any:
 
 def flags_of(config: Configured) -> list[str]:
     """A command line that gives every setting of ``config``, nested configurations too, its
-    value again; secrets are left out (pass them in the environment)."""
+    value again; secrets are left out (pass them in the environment), and so is what has none."""
     flags: list[str] = []
     own = {one.name: found for one, found in settings_of(type(config))}
     for one in fields(config):
         value = getattr(config, one.name)
         if one.name in own:
             found = own[one.name]
-            if not found.secret:
+            if not found.secret and value is not None:
                 flags += [f"{found.flag}={item}" for item in (value if found.many else (value,))]
         elif is_dataclass(value):
             flags += flags_of(value)  # type: ignore[arg-type]

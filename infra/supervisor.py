@@ -21,6 +21,7 @@ import signal
 import socket
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 
 import msgspec
@@ -31,10 +32,10 @@ from infra.children import Child, ChildFailed, describe_exit, stop_in_order
 from infra.config import UpConfig
 from infra.console import UpConsole
 from infra.data_lock import data_lock
-from infra.http_server import bind
 from infra.mesh_file import RunningMesh, mesh_file
 from infra.parse import ModelSource
 from infra.prepare_models import prepare_models
+from infra.public_port import PublicPort
 from infra.task_scope import task_scope
 from infra.times import Times
 from infra.up_plan import mesh_command, plan
@@ -69,6 +70,7 @@ class Supervisor:
         self._task = asyncio.current_task()
         self._failure: ChildFailed | None = None
         self._bus: Bus | None = None
+        self._port: PublicPort
 
     async def run(self) -> None:
         """Start everything, stay until a signal comes, stop everything.
@@ -78,8 +80,9 @@ class Supervisor:
                 differently.
             ChildFailed: a child can't start; its own words are in the message.
         """
-        self._config = _with_free_port(self._config)
-        with self._signals(), data_lock(self._config.bus.data):
+        port = self._port = PublicPort(self._config.bridge, self._config.num_bridges)
+        self._config = replace(self._config, bridge=replace(self._config.bridge, port=port.port))
+        with closing(port), self._signals(), data_lock(self._config.bus.data):
             try:
                 models = await prepare_models(self._command, self._config, self._console.progress)
                 self._console.spin("starting the broker")
@@ -100,7 +103,7 @@ class Supervisor:
         logs = self._config.bus.data / "logs"
         self._children = [
             Child(spec, logs, say=self._console.say, on_death=self._on_death)
-            for spec in plan(self._command, self._config, models, url)
+            for spec in plan(self._command, self._config, models, url, self._port.fd)
         ]
         async with task_scope() as tasks:
             for child in self._children:
@@ -131,7 +134,7 @@ class Supervisor:
 
     def _where(self, url: Url) -> RunningMesh:
         bridge = self._config.bridge
-        address = f"http://{bridge.host}:{bridge.port}"
+        address = f"{bridge.scheme}://{bridge.host}:{bridge.port}"
         return RunningMesh(url=address, nats_url=url("client"), pid=os.getpid())
 
     async def _wait_change(self) -> None:
@@ -141,6 +144,7 @@ class Supervisor:
         self._changed.clear()
 
     async def _drain(self) -> None:
+        self._port.close()
         self._console.close()
         self._console.say("stopping (Ctrl-C again kills)" if not self._failure else "stopping")
         stages = [[c for c in self._children if c.spec.kind == kind] for kind in _STOP_ORDER]
@@ -227,6 +231,8 @@ class Supervisor:
         if child.process_id in self._stay_down:
             self._stay_down.discard(child.process_id)
             self._down.add(child.spec.name)
+            if all(c.spec.name in self._down for c in self._children if c.spec.kind == "bridge"):
+                self._port.close()  # nobody will come to take what waits there
             self._console.say(f"{child.spec.name} {describe_exit(code)}; it stays down")
             return False
         if code > 0 and child.spec.name not in self._ready:
@@ -250,18 +256,6 @@ class Supervisor:
                 self._console.ready(child.spec.name, beat, again=child.spec.name in self._ready)
                 self._ready[child.spec.name] = child.process_id
         self._console.spin(f"waiting for {', '.join(waiting)}" if waiting else "")
-
-
-def _with_free_port(config: UpConfig) -> UpConfig:
-    """The configuration with a bridge port that was free a moment ago.
-
-    Raises:
-        ConfigError: the port is in use.
-    """
-    bound = bind(config.bridge.host, config.bridge.port, key="bridge.port")
-    port = bound.getsockname()[1]
-    bound.close()
-    return replace(config, bridge=replace(config.bridge, port=port))
 
 
 def run_up(config: UpConfig) -> None:

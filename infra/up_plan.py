@@ -7,14 +7,24 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from infra.children import ChildSpec
-from infra.config import BusConfig, ControlConfig, RoleConfig, UpConfig, WorkerConfig
+from infra.config import (
+    BridgeConfig,
+    BusConfig,
+    ControlConfig,
+    RoleConfig,
+    UpConfig,
+    WorkerConfig,
+)
+from infra.http_server import LISTEN_FD
 from infra.parse import ModelSource
 from infra.settings import flags_of, variable
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]+")
 _MAX_MODEL_NAME = 24
+N = TypeVar("N", ControlConfig, BridgeConfig)
 
 
 def mesh_command() -> tuple[str, ...]:
@@ -29,6 +39,7 @@ def plan(
     config: UpConfig,
     models: tuple[ModelSource, ...],
     url: Callable[[str], str],
+    listen_fd: int | None = None,
 ) -> list[ChildSpec]:
     """The children, in order of starting.
 
@@ -36,6 +47,7 @@ def plan(
         command: what starts a role, followed by its name and flags.
         models: with folders as their sources.
         url: the broker URL of a role; it holds a password, so it goes by the environment.
+        listen_fd: the socket that several bridges share.
     """
     configs: list[RoleConfig] = [
         _numbered(replace(config.control, models=models), number, config.controls)
@@ -51,11 +63,28 @@ def plan(
             for position in range(1, num + 1):
                 name = f"{prefix}{role}-{position}"
                 configs.append(replace(config.worker, name=name, role=role, model=model))
-    return [_spec(command, one, url) for one in [*configs, config.bridge]]
+    others = [_spec(command, one, url) for one in configs]
+    return others + plan_bridges(command, config.bridge, config.num_bridges, url, listen_fd)
 
 
-def _numbered(config: ControlConfig, number: int, num: int) -> ControlConfig:
-    """One of ``num`` control processes, with a name and a port of its own."""
+def plan_bridges(
+    command: tuple[str, ...],
+    config: BridgeConfig,
+    num: int,
+    url: Callable[[str], str],
+    listen_fd: int | None,
+) -> list[ChildSpec]:
+    """``num`` bridge processes, each with an identity of its own, behind one port."""
+    alone = replace(config, processes=1)
+    specs = [_spec(command, _numbered(alone, number, num), url) for number in range(1, num + 1)]
+    if listen_fd is None:
+        return specs
+    shared = {LISTEN_FD: str(listen_fd)}
+    return [replace(one, fds=(listen_fd,), env={**one.env, **shared}) for one in specs]
+
+
+def _numbered(config: N, number: int, num: int) -> N:
+    """One of ``num`` processes of a kind, with a name and a health port of its own."""
     if num == 1:
         return config
     port = config.health_port + number - 1 if config.health_port else 0

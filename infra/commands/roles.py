@@ -50,6 +50,10 @@ def worker(config: WorkerConfig) -> None:
 @takes(BridgeConfig)
 def bridge(config: BridgeConfig) -> None:
     """Run the HTTP bridge: OpenAI's API in front of the bus."""
+    if config.processes > 1:
+        from infra.bridge_group import run_bridge_group
+
+        raise typer.Exit(run_bridge_group(config))
     from infra.process import run_process
 
     async def body(ctx: RoleContext) -> None:

@@ -12,7 +12,7 @@ from infra.options import takes
 from schemas.errors import MeshError
 
 ALSO = {
-    BridgeConfig: ("host", "port"),
+    BridgeConfig: ("host", "port", "tls_cert", "tls_key", "cors_origins"),
     WorkerConfig: ("engine", "dtype", "kernels", "kv_memory", "threads", "speed"),
 }
 

@@ -16,13 +16,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+import os
+import signal
+import socket
+from collections.abc import AsyncGenerator, Sequence
 
 from infra.bus import Msg
 from infra.config import BridgeConfig
-from infra.http_server import http_server
+from infra.http_protocol import HttpBounds
+from infra.http_server import LISTEN_FD, http_server
+from infra.log import Logger
 from infra.process import RoleContext
 from infra.task_scope import task_scope
+from infra.tls import Tls
+from pipeline.bridge.cors import Cors
 from pipeline.bridge.endpoints import Services
 from pipeline.bridge.limits import Limits
 from pipeline.bridge.listener import listen
@@ -34,7 +41,7 @@ from pipeline.tokenize_service import TokenizerClient
 from schemas import subjects
 from schemas.codec import decode, encode
 from schemas.control import Adopt
-from schemas.errors import SchemaError
+from schemas.errors import ConfigError, SchemaError
 
 _CUT_SHARE = 0.8  # of the grace time; the rest is for error events and cancels to leave
 
@@ -44,9 +51,20 @@ def limits_of(config: BridgeConfig, max_deadline_s: float) -> Limits:
     return Limits(
         max_body_bytes=config.max_body_bytes,
         max_open_requests=config.max_open_requests,
+        body_s=config.body_timeout_s,
         accept_s=config.accept_timeout_s,
         default_deadline_s=min(config.request_timeout_s, max_deadline_s),
         max_deadline_s=max_deadline_s,
+    )
+
+
+def http_bounds_of(config: BridgeConfig) -> HttpBounds:
+    """The bounds that hold before there is a request."""
+    return HttpBounds(
+        max_connections=config.max_connections,
+        max_head_bytes=config.max_header_bytes,
+        head_s=config.header_timeout_s,
+        idle_s=config.idle_timeout_s,
     )
 
 
@@ -54,8 +72,9 @@ async def serve_bridge(ctx: RoleContext, config: BridgeConfig) -> None:
     """Serve until ``ctx.draining``: then nothing new, and what runs has ``grace_s`` to end.
 
     Raises:
-        ConfigError: the port can't be used.
+        ConfigError: the port, or the certificate can't be used.
     """
+    tls = Tls(config.tls_cert, config.tls_key) if config.tls_cert else None
     limits = limits_of(config, ctx.times.max_deadline_s)
     with listen(config.host, config.port, limits.stall_s) as bound:
         registry = Registry(ctx.bus)
@@ -73,18 +92,32 @@ async def serve_bridge(ctx: RoleContext, config: BridgeConfig) -> None:
                 now_unix_ms=ctx.bus.now_unix_ms,
                 limits=limits,
                 windows=windows,
+                cors=Cors(config.cors_origins),
             )
-            bridge = Bridge(ctx.process, ctx.health, services)
+            bridge = Bridge(ctx.process, ctx.health, services, is_shared=LISTEN_FD in os.environ)
             async with task_scope() as tasks:
                 tasks.create_task(registry.run(), name="registry")
                 tasks.create_task(windows.run(), name="resume windows")
-                async with http_server(bridge, bound, drain_s=config.grace_s):
-                    host, port = bound.getsockname()[:2]
-                    ctx.log.info("bridge_listening", host=host, port=port)
-                    ctx.ready()
-                    await ctx.draining.wait()
-                    bridge.drain()
-                    tasks.create_task(_cut_later(bridge, _CUT_SHARE * config.grace_s), name="cut")
+                await _serve_http(ctx, config, bridge, bound, tls)
+
+
+async def _serve_http(
+    ctx: RoleContext, config: BridgeConfig, bridge: Bridge, bound: socket.socket, tls: Tls | None
+) -> None:
+    server = http_server(
+        bridge,
+        bound,
+        drain_s=config.grace_s,
+        bounds=http_bounds_of(config),
+        tls=tls.context if tls else None,
+    )
+    async with task_scope() as tasks, server, read_again_on_hangup(tls, ctx.log):
+        host, port = bound.getsockname()[:2]
+        ctx.log.info("bridge_listening", host=host, port=port, scheme=config.scheme)
+        ctx.ready()
+        await ctx.draining.wait()
+        bridge.drain()
+        tasks.create_task(_cut_later(bridge, _CUT_SHARE * config.grace_s), name="cut")
 
 
 async def open_windows(ctx: RoleContext, client: MeshClient, config: BridgeConfig) -> Windows:
@@ -104,6 +137,30 @@ async def open_windows(ctx: RoleContext, client: MeshClient, config: BridgeConfi
 
     await ctx.bus.subscribe(subjects.ALL_ADOPTIONS, hear)
     return windows
+
+
+@contextlib.asynccontextmanager
+async def read_again_on_hangup(tls: Tls | None, log: Logger) -> AsyncGenerator[None, None]:
+    """While the block runs, SIGHUP reads the certificate again; a bad one is told and not taken.
+    Without a certificate SIGHUP ends the process, as it does by default."""
+    if tls is None:
+        yield
+        return
+
+    def read() -> None:
+        try:
+            tls.reload()
+        except ConfigError as error:
+            log.error("certificate_refused", reason=error.message, key=error.param)
+        else:
+            log.info("certificate_read")
+
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, read)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)
 
 
 async def _cut_later(bridge: Bridge, after_s: float) -> None:

@@ -13,6 +13,7 @@ import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
 from infra.failure import first_mesh_error
+from infra.http_protocol import new_request_label, request_label
 from infra.task_scope import task_scope
 from pipeline.bridge.answers import error_answer
 from pipeline.bridge.errors import BodyTooSlow, ClientLeft, MethodNotAllowed, ShuttingDown
@@ -27,7 +28,6 @@ _STREAM: tuple[Header, ...] = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # proxies that gather would hold tokens back
 )
-_MAX_LABEL = 128
 _LAST_WORD_S = 1.0  # for the error event to leave
 _SLOW_WORD_S = 30.0
 _encode = msgspec.json.Encoder().encode
@@ -52,7 +52,7 @@ class Call:
         self.tenant = ""  # all callers are one, there being no API keys yet
         self.is_resumed = False  # the answer began elsewhere, or before
         self.answer_headers: list[Header] = []  # beside those that every answer has
-        self.label = _label(self.headers.get(b"x-request-id", b""))
+        self.label = request_label(self.headers.get(b"x-request-id", b""))
         self.request_id = ""
         self._is_complete = False
         self._failure_event: FailureEvent | None = None
@@ -145,12 +145,17 @@ class Call:
     # --- out ----------------------------------------------------------------------------------
 
     async def respond(
-        self, status: int, answer: msgspec.Struct, extra: Sequence[Header] = ()
+        self, status: int, answer: msgspec.Struct | msgspec.Raw, extra: Sequence[Header] = ()
     ) -> None:
         """Send ``answer`` as JSON."""
         body = _encode(answer)
         await self._start(status, [_JSON, (b"content-length", b"%d" % len(body)), *extra])
         await self.write(body, last=True)
+
+    async def respond_empty(self) -> None:
+        """Send 204: there is nothing to say but in headers."""
+        await self._start(204, ())
+        await self.write(b"", last=True)
 
     async def open_stream(self, failure_event: FailureEvent) -> None:
         """Send the status and headers of a stream of events; ``failure_event`` makes the event
@@ -190,29 +195,30 @@ class Call:
 
     async def _start(self, status: int, headers: Sequence[Header]) -> None:
         self.status = status
-        named = (
-            (b"x-request-id", (self.label or self.request_id).encode()),
-            (b"x-mesh-request-id", self.request_id.encode()),
-        )
         await self._send(
             {
                 "type": "http.response.start",
                 "status": status,
                 "headers": [
                     *headers,
-                    *self.answer_headers,
-                    *(pair for pair in named if pair[1]),
+                    *self.common_headers(),
                     (b"openai-processing-ms", b"%d" % (self.age_s * 1000)),
                 ],
             }
         )
 
-
-def _label(raw: bytes) -> str:
-    """The client's own id, when it can go into a header and a log line; else none."""
-    text = raw.decode("latin-1").strip()
-    fits = 0 < len(text) <= _MAX_LABEL and text.isascii() and text.isprintable()
-    return text if fits else ""
+    def common_headers(self) -> list[Header]:
+        """What every answer carries. A request that brought no id and got none in the mesh gets
+        one here, so that its client can name what went wrong."""
+        if not self.label and not self.request_id:
+            self.label = new_request_label()
+        headers = [
+            *self.answer_headers,
+            (b"x-request-id", (self.label or self.request_id).encode()),
+        ]
+        if self.request_id:
+            headers.append((b"x-mesh-request-id", self.request_id.encode()))
+        return headers
 
 
 def _too_large(max_bytes: int) -> PayloadTooLarge:

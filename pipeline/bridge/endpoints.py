@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from infra.metrics import Metrics
 from pipeline.bridge.answers import Gathered, Identity
 from pipeline.bridge.call import Call
 from pipeline.bridge.convert import Arrival, chat_requests, completion_requests, parse
+from pipeline.bridge.cors import Cors
 from pipeline.bridge.errors import ClientLeft, ShuttingDown
 from pipeline.bridge.generate import Generation, StreamedAnswer
 from pipeline.bridge.limits import Limits
@@ -80,6 +81,7 @@ class Services:
     now_unix_ms: Callable[[], int]
     limits: Limits
     windows: Windows
+    cors: Cors = field(default_factory=Cors)
 
 
 def identity_of(note: ReaderNote, request_id: str, generation: Generation) -> Identity:

@@ -38,6 +38,13 @@ class BodyTooSlow(InvalidRequest):
     http_status = 408
 
 
+class OriginRefused(InvalidRequest):
+    """Pages of this origin may not call from a browser."""
+
+    code = "origin_refused"
+    http_status = 403
+
+
 class ClientLeft(RequestCancelled):
     """The connection closed before the answer was complete: nobody is there to tell."""
 

@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from infra.health import Health, health_app
 from pipeline.bridge.answers import model_list, model_object
 from pipeline.bridge.call import Call
 from pipeline.bridge.endpoints import ENDPOINTS, Generator, Services
-from pipeline.bridge.errors import ClientLeft, MethodNotAllowed, ShuttingDown, UnknownPath
+from pipeline.bridge.errors import (
+    ClientLeft,
+    MethodNotAllowed,
+    OriginRefused,
+    ShuttingDown,
+    UnknownPath,
+)
+from pipeline.bridge.openapi import document
 from pipeline.bridge.resume import PREFIX, SUFFIX, Resumer
 from pipeline.bridge.tokenize import DETOKENIZE, TOKENIZE, TokenizeEndpoints
 from schemas.errors import MeshError, ModelNotFound, QueueFull, RequestCancelled
@@ -19,21 +26,33 @@ from schemas.errors import MeshError, ModelNotFound, QueueFull, RequestCancelled
 Handler = Callable[[Call], Awaitable[None]]
 
 _MODELS = "/v1/models"
-_OPERATIONS = ("/health", "/ready", "/metrics")
+_OPENAPI = "/openapi.json"
+_METRICS = "/metrics"
+_OPERATIONS = ("/health", "/ready", _METRICS)
 _READ = ("GET", "HEAD")
 
 
 class Bridge:
-    """The ASGI application."""
+    """The ASGI application.
 
-    def __init__(self, process: str, health: Health, services: Services) -> None:
+    Args:
+        is_shared: other processes answer at this port, too; what is this process's alone is not
+            there then.
+    """
+
+    def __init__(
+        self, process: str, health: Health, services: Services, *, is_shared: bool = False
+    ) -> None:
         self.is_draining = False
+        self._hides_metrics = is_shared
+        self._cors = services.cors
         self._services = services
         self._limits = services.limits
         self._operations = health_app(process, health, services.metrics)
         self._open: set[Call] = set()
         self._routes: dict[str, tuple[tuple[str, ...], Handler]] = {
             _MODELS: (_READ, self._list_models),
+            _OPENAPI: (_READ, self._show_openapi),
             TOKENIZE: (("POST",), TokenizeEndpoints(services).tokenize),
             DETOKENIZE: (("POST",), TokenizeEndpoints(services).detokenize),
             **{
@@ -46,10 +65,15 @@ class Bridge:
         """Answer one request; websockets are refused."""
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1000})
-        elif scope["path"] in _OPERATIONS:
-            await self._operations(scope, receive, send)
+            return
+        call = Call(scope, receive, send)
+        call.answer_headers += self._cors.answer_headers(call.headers)
+        if self._is_operation(call):
+            await self._operate(call, scope, receive, send)
+        elif self._cors.is_preflight(call.method, call.headers):
+            await self._answer_preflight(call)
         else:
-            await self._answer(Call(scope, receive, send))
+            await self._answer(call)
 
     @property
     def num_open(self) -> int:
@@ -64,6 +88,30 @@ class Bridge:
         """End what still runs, with an error that says why."""
         for call in list(self._open):
             call.interrupt(ShuttingDown("the server shuts down"))
+
+    # --- beside the requests ------------------------------------------------------------------
+
+    def _is_operation(self, call: Call) -> bool:
+        return call.path in _OPERATIONS and not (self._hides_metrics and call.path == _METRICS)
+
+    async def _operate(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *call.common_headers()]
+            await send(message)
+
+        if call.method in _READ:
+            await self._operations(scope, receive, named)
+        else:
+            await call.fail(_not_allowed(call, _READ), self._limits.retry_after_s)
+
+    async def _answer_preflight(self, call: Call) -> None:
+        if self._cors.allows(call.headers):
+            call.answer_headers = self._cors.preflight_headers(call.headers)
+            await call.respond_empty()
+        else:
+            error = OriginRefused("pages of this origin may not call", param="origin")
+            await call.fail(error, self._limits.retry_after_s)
 
     # --- around every request -----------------------------------------------------------------
 
@@ -131,11 +179,18 @@ class Bridge:
         if handler is None and call.path.startswith(PREFIX) and call.path.endswith(SUFFIX):
             methods, handler = ("GET",), self._resumer.answer
         if handler is None:
-            raise UnknownPath(f"no such address: {call.path[:200]}")
+            raise UnknownPath(self._why_unknown(call.path))
         if call.method not in methods:
-            allowed = ", ".join(methods)
-            raise MethodNotAllowed(f"{call.method} is none of {allowed}", allowed=allowed)
+            raise _not_allowed(call, methods)
         return handler
+
+    def _why_unknown(self, path: str) -> str:
+        if self._hides_metrics and path == _METRICS:
+            return "/metrics is not public here; each process has it at its health port"
+        return f"no such address: {path[:200]}"
+
+    async def _show_openapi(self, call: Call) -> None:
+        await call.respond(200, document())
 
     async def _list_models(self, call: Call) -> None:
         await call.respond(200, model_list(self._services.models.cards()))
@@ -146,3 +201,8 @@ class Bridge:
         if card is None:
             raise ModelNotFound(f"no model is called {name[:200]!r}", param="model")
         await call.respond(200, model_object(card))
+
+
+def _not_allowed(call: Call, methods: tuple[str, ...]) -> MethodNotAllowed:
+    allowed = ", ".join(methods)
+    return MethodNotAllowed(f"{call.method} is none of {allowed}", allowed=allowed)

@@ -218,7 +218,7 @@ def test_a_configuration_can_be_made_directly() -> None:
         config = kind() if kind is BusConfig else kind(bus=BusConfig())
         for one, found in settings_of(kind):
             value = getattr(config, one.name)
-            if value not in ("", -1):  # "not given", which nobody can give
+            if value not in ("", -1, None):  # "not given", which nobody can give
                 assert found.parse(value if found.many else str(value)) == value, one.name
 
 

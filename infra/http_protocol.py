@@ -1,0 +1,279 @@
+"""HTTP/1.1 on one connection: uvicorn's protocol, with bounds on what a stranger may send.
+
+    no request            closed after ``idle_s``
+    a head that is slow   408 after ``head_s``, however steadily its bytes drip in
+    a head that is large  431; so are trailers and chunk extensions
+    bytes that are none   400
+    one too many          503 with Retry-After; far too many are closed at once
+
+Answers given here have OpenAI's error shape and an ``x-request-id``, as all others. A whole request
+that came before bad bytes is answered first. Bodies are the application's part; what still arrives
+behind an early answer is read away for ``head_s``, so that the client gets to see that answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, ClassVar
+
+import httptools
+import msgspec
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from schemas.errors import InvalidRequest, MeshError
+from schemas.openai import ErrorAnswer, ErrorBody
+
+_RETRY_AFTER_S = 1
+_HOPELESS = 2  # times ``max_connections``: not even an answer
+_MAX_LABEL = 128
+
+Header = tuple[bytes, bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpBounds:
+    """Seconds, bytes and counts, per process."""
+
+    max_connections: int = 8192
+    max_head_bytes: int = 64 * 1024
+    head_s: float = 10.0
+    idle_s: float = 75.0
+
+
+class NoHttp(InvalidRequest):
+    """Bytes that are no request."""
+
+    code = "bad_http"
+
+
+class HeadTooSlow(InvalidRequest):
+    """Request line and headers did not arrive in time."""
+
+    code = "request_timeout"
+    http_status = 408
+
+
+class HeadTooLarge(InvalidRequest):
+    """Request line and headers, or trailers, are over the limit."""
+
+    code = "headers_too_large"
+    http_status = 431
+
+
+class TooManyConnections(MeshError):
+    """This process has all the connections that it may have."""
+
+    code = "too_many_connections"
+    http_status = 503
+    retryable = True
+
+
+def request_label(raw: bytes) -> str:
+    """A client's own ``x-request-id``, when it can go into a header and a log line; else none."""
+    text = raw.decode("latin-1").strip()
+    fits = 0 < len(text) <= _MAX_LABEL and text.isascii() and text.isprintable()
+    return text if fits else ""
+
+
+def new_request_label() -> str:
+    """An ``x-request-id`` for a request that brought none."""
+    return f"req-{secrets.token_hex(16)}"
+
+
+def plain_error(error: MeshError) -> bytes:
+    """``error`` in OpenAI's shape."""
+    kind = "invalid_request_error" if isinstance(error, InvalidRequest) else "server_error"
+    body = ErrorBody(message=error.message, type=kind, param=error.param, code=error.code)
+    return msgspec.json.encode(ErrorAnswer(error=body))
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection; :func:`bounded` makes a subclass with bounds of its own."""
+
+    bounds: ClassVar[HttpBounds] = HttpBounds()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.timeout_keep_alive = self.bounds.idle_s  # type: ignore[assignment]
+        self._in_head = False  # between its first byte and the empty line
+        self._in_body = False  # until the end of the message; at once where there is no body
+        self._began = False  # a head, within the bytes at hand
+        self._fed_bytes = 0  # of an unfinished head; of a body since its last progress
+        self._timer: asyncio.TimerHandle | None = None
+        self._refusal: MeshError | None = None
+        self._is_deaf = False  # closes after the answer on its way
+
+    # --- the connection -----------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client has come."""
+        super().connection_made(transport)
+        most = self.bounds.max_connections
+        if len(self.connections) > _HOPELESS * most:
+            transport.abort()
+            return
+        if len(self.connections) > most:
+            self.app = _refuse_all(TooManyConnections(f"{most} connections are open already"))
+        self._wait_on()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It is gone."""
+        self._stop_timer()
+        self._unset_keepalive_if_required()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes of the client: parts of a request, one, or several."""
+        if self._is_deaf:
+            return
+        self._unset_keepalive_if_required()
+        self._began = False
+        try:
+            self._feed(data)
+        except httptools.HttpParserError as error:
+            self._refuse(self._refusal or NoHttp(f"this is no HTTP request: {error}"))
+            return
+        if (self._in_head or self._in_body) and not self._began:
+            self._fed_bytes += len(data)
+            if self._fed_bytes > self.bounds.max_head_bytes:
+                self._refuse(_too_large(self.bounds.max_head_bytes))
+                return
+        self._wait_on()
+
+    def _feed(self, data: bytes) -> None:
+        """Upgrades are not served: what asks for one is a request as any other."""
+        while data:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                data = data[upgrade.args[0] :]
+            else:
+                return
+
+    # --- the parser's words -------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        """The first byte of a request."""
+        super().on_message_begin()
+        self._in_head = self._began = True
+        self._fed_bytes = 0
+
+    def on_headers_complete(self) -> None:
+        """The empty line behind the headers."""
+        self._in_head, self._began = False, True
+        self._fed_bytes = 0
+        self._stop_timer()
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > self.bounds.max_head_bytes:
+            self._refusal = _too_large(self.bounds.max_head_bytes)
+            raise self._refusal
+        super().on_headers_complete()
+        self._in_body = True
+
+    def on_chunk_header(self) -> None:
+        """The size of a chunk."""
+        self._began = True
+        self._fed_bytes = 0
+
+    def on_body(self, body: bytes) -> None:
+        """A part of the body."""
+        self._began = True
+        self._fed_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The last byte of a request."""
+        self._in_body = False
+        super().on_message_complete()
+        if self._is_quiet:  # it was refused before
+            self._stop_timer()
+
+    def on_response_complete(self) -> None:
+        """An answer has been given; of its request, or of the next, a part may have come."""
+        super().on_response_complete()
+        self._wait_on()
+
+    # --- bounds -------------------------------------------------------------------------------
+
+    @property
+    def _is_quiet(self) -> bool:
+        """Nobody is being answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _wait_on(self) -> None:
+        """While nobody is answered: for the rest of what has begun, or for the next request."""
+        if not self._is_quiet or self._timer is not None or self.transport.is_closing():
+            return
+        self._unset_keepalive_if_required()
+        if self._in_head or self._in_body:
+            self._timer = self.loop.call_later(self.bounds.head_s, self._too_slow)
+        else:
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.bounds.idle_s, self.timeout_keep_alive_handler
+            )
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _too_slow(self) -> None:
+        self._timer = None
+        if self._in_head:
+            self._refuse(HeadTooSlow(f"no whole request head within {self.bounds.head_s:g} s"))
+        else:
+            self.transport.close()
+
+    def _refuse(self, error: MeshError) -> None:
+        """Answer and close, unless an answer is on its way: that goes first, and alone."""
+        self._is_deaf = True
+        if not self._is_quiet and not self._in_body:
+            self.cycle.keep_alive = False
+            return
+        has_begun = not self._is_quiet and self.cycle.response_started
+        if not self.pipeline and not has_begun:
+            self.transport.write(self._answer(error))
+        self.transport.close()
+
+    def _answer(self, error: MeshError) -> bytes:
+        body = plain_error(error)
+        given = dict(self.headers or ()).get(b"x-request-id", b"")
+        label = request_label(given) or new_request_label()
+        status = HTTPStatus(error.http_status)
+        head = (
+            f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nx-request-id: {label}\r\nconnection: close\r\n\r\n"
+        )
+        return head.encode() + body
+
+
+def bounded(bounds: HttpBounds) -> type[BoundedProtocol]:
+    """The protocol with these bounds."""
+    return type("BoundedProtocol", (BoundedProtocol,), {"bounds": bounds})
+
+
+def _too_large(most: int) -> HeadTooLarge:
+    return HeadTooLarge(f"request line and headers are over {most} bytes")
+
+
+def _refuse_all(error: MeshError) -> Any:
+    """An application that has one answer."""
+    body = plain_error(error)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        label = request_label(dict(scope["headers"]).get(b"x-request-id", b""))
+        headers: list[Header] = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            (b"retry-after", b"%d" % _RETRY_AFTER_S),
+            (b"x-request-id", (label or new_request_label()).encode()),
+            (b"connection", b"close"),
+        ]
+        start = {"type": "http.response.start", "status": error.http_status, "headers": headers}
+        await send(start)
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    return app
