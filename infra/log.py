@@ -8,11 +8,13 @@ as one short line on stderr, which the supervisor shows.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any, TextIO
 
+import msgspec
 import structlog
 from structlog.typing import FilteringBoundLogger, Processor
 
@@ -77,9 +79,16 @@ def _processors(format: str, stream: TextIO, echo: TextIO | None) -> list[Proces
         return [
             *processors,
             structlog.processors.format_exc_info,
-            structlog.processors.JSONRenderer(),
+            structlog.processors.JSONRenderer(_to_json),
         ]
     return [*processors, structlog.dev.ConsoleRenderer(colors=stream.isatty())]
+
+
+def _to_json(line: Any, default: Callable[[Any], Any]) -> str:
+    try:
+        return msgspec.json.encode(line, enc_hook=default).decode()
+    except UnicodeEncodeError:  # half a character, out of the name of a file, say
+        return json.dumps(line, default=default)
 
 
 class _Field:

@@ -94,6 +94,7 @@ class Claims:
 
     Args:
         on_settled: called whenever something is owed no more.
+        may_claim: False while others may have given this worker up.
     """
 
     def __init__(
@@ -104,13 +105,16 @@ class Claims:
         log: Logger,
         *,
         on_settled: Callable[[], None] = lambda: None,
+        may_claim: Callable[[], bool] = lambda: True,
     ) -> None:
         self.chain = chain
         self.worker = worker
         self._bus = bus
         self._log = log
         self._on_settled = on_settled
+        self._may_claim = may_claim
         self._owed: dict[str, Claimed] = {}
+        self._num_choices = 0  # of all those
         self._attempts: set[str] = set()
         self._made: dict[str, None] = {}  # the latest claims, oldest first
 
@@ -128,7 +132,7 @@ class Claims:
     @property
     def num_choices(self) -> int:
         """How many sequences those are."""
-        return sum(claimed.num_choices for claimed in self._owed.values())
+        return self._num_choices
 
     def owes(self, claimed: Claimed) -> bool:
         """Whether it is still to be worked on."""
@@ -136,7 +140,9 @@ class Claims:
 
     def settle(self, claimed: Claimed) -> None:
         """Nothing is owed for it any more. Twice is fine."""
-        if self._owed.pop(claimed.key, None) is not None:
+        owed = self._owed.pop(claimed.key, None)
+        if owed is not None:
+            self._num_choices -= owed.num_choices
             self._on_settled()
 
     # Taking ----------------------------------------------------------------------------------
@@ -149,8 +155,11 @@ class Claims:
             False when we have made this claim before: the delivery is a repeat, to be acked.
 
         Raises:
-            NoCapacity: another delivery is being worked on, and may still fail.
+            NoCapacity: another delivery is being worked on, and may still fail; or this worker
+                was away, and leaves the task to others.
         """
+        if not self._may_claim():
+            raise NoCapacity("this worker was away, and others may have given it up")
         key = key_of(task)
         if key in self._attempts:
             raise NoCapacity("another delivery of this task is in work")
@@ -211,6 +220,7 @@ class Claims:
             traceparent=work.headers.traceparent,
         )
         self._owed[claimed.key] = claimed
+        self._num_choices += claimed.num_choices
         self._made[claimed.key] = None
         if len(self._made) > _REMEMBERED:
             del self._made[next(iter(self._made))]

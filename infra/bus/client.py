@@ -80,9 +80,7 @@ class PersistentClient(Client):
         if callback is None:
             await self._process_msg(sid, subject, reply, data, header)
             return
-        headers = None
-        if header:
-            headers = parse_headers(header) or await self._process_headers(header)
+        headers = parse_headers(header) if header else None
         message = Msg(self, subject.decode(), reply.decode(), data, headers, _sid=sid)
         self.stats["in_msgs"] += 1
         self.stats["in_bytes"] += len(data)

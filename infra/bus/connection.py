@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import nats.errors
 import structlog
 from nats.aio.msg import Msg as Msg
@@ -446,7 +447,7 @@ class BusSubscription:
 
 
 def _stored(message: Msg, subject: str) -> Stored:
-    answer = json.loads(message.data)
+    answer = msgspec.json.decode(message.data)
     if "error" in answer:
         raise from_answer(answer["error"], subject)
     return Stored(seq=answer["seq"], duplicate=bool(answer.get("duplicate")))

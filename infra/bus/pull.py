@@ -8,7 +8,6 @@ that silence is noticed within three of them without heartbeats.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
 
 import structlog
@@ -63,7 +62,7 @@ class WorkMessage:
 
     async def nak(self, delay_s: float = 0.0) -> None:
         """Give it back, to be delivered again after ``delay_s``. BusUnavailable when away."""
-        delay = json.dumps({"delay": int(delay_s * 1e9)}) if delay_s else ""
+        delay = f'{{"delay": {int(delay_s * 1e9)}}}' if delay_s else ""
         await self._bus.publish(self._reply, f"-NAK {delay}".strip().encode())
 
     async def in_progress(self) -> None:
@@ -185,11 +184,11 @@ class WorkPull:
         if self._is_lost or self._is_stopping or not self._bus.is_connected:
             return
         count = self._free() - self._credit
-        if count <= 0:
-            return
+        if count <= 0 or count < self._credit:
+            return  # while half of the room is asked for, a question per message brings nothing
         if self._credit == 0:
             self._heard_s = asyncio.get_running_loop().time()
-        request = json.dumps({"batch": count, "expires": int(self._expiry_s * 1e9)})
+        request = f'{{"batch": {count}, "expires": {int(self._expiry_s * 1e9)}}}'
         try:
             await self._bus.publish(
                 f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{self._config.name}",

@@ -19,7 +19,7 @@ from nats.protocol.parser import AWAITING_CONTROL_LINE, Parser
 
 Callback = Callable[[Msg], None]
 
-_HEADER_LINE = b"NATS/1.0\r\n"
+_VERSION = "NATS/1.0"
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _LINE_BREAKS = re.compile(r"[\r\n]+")
 _MAX_TORN_BYTES = 1 << 16  # of a message that is kept for the next read; more is the library's
@@ -104,7 +104,7 @@ def header_block(headers: Mapping[str, str]) -> bytes:
     Raises:
         BadHeaderError: a name that is none. Line breaks in a value become blanks.
     """
-    lines = ["NATS/1.0"]
+    lines = [_VERSION]
     for name, value in headers.items():
         if not _HEADER_NAME.fullmatch(name):
             raise nats.errors.BadHeaderError(name)
@@ -112,12 +112,16 @@ def header_block(headers: Mapping[str, str]) -> bytes:
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 
-def parse_headers(header: bytes) -> dict[str, str] | None:
-    """The headers of a message; None for a status line, which the library parses."""
-    if not header.startswith(_HEADER_LINE):
-        return None
+def parse_headers(header: bytes) -> dict[str, str]:
+    """The headers of a message; a status line, which the broker itself writes, becomes ``Status``
+    and ``Description``."""
+    status, *lines = header.decode(errors="replace").split("\r\n")
     found: dict[str, str] = {}
-    for line in header[len(_HEADER_LINE) :].decode(errors="replace").split("\r\n"):
+    if len(status) > len(_VERSION):
+        _, found["Status"], *words = status.split(" ", 2)
+        if words:
+            found["Description"] = words[0]
+    for line in lines:
         name, colon, value = line.partition(":")
         if colon:
             found[name.strip()] = value.strip()

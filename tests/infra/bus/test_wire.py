@@ -97,6 +97,11 @@ def test_a_header_can_end_no_line():
         header_block({"A\r\nB": "1"})
 
 
-def test_a_status_line_is_the_librarys():
-    """``NATS/1.0 503`` and its like are no plain headers."""
-    assert parse_headers(b"NATS/1.0 503\r\n\r\n") is None
+def test_a_status_line_is_two_headers():
+    """What the broker says itself has a number, maybe words, maybe headers behind them."""
+    assert parse_headers(b"NATS/1.0 503\r\n\r\n") == {"Status": "503"}
+    assert parse_headers(b"NATS/1.0 408 Request Timeout\r\nNats-Pending-Messages: 3\r\n\r\n") == {
+        "Status": "408",
+        "Description": "Request Timeout",
+        "Nats-Pending-Messages": "3",
+    }
