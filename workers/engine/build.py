@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import structlog
@@ -13,7 +14,7 @@ from schemas.errors import ConfigError
 from workers.engine.api import Runner
 from workers.engine.engine import Engine, EngineConfig
 from workers.engine.kv_layout import KvLayout
-from workers.engine.loader import LoadedModel, load_model
+from workers.engine.loader import QUANTISED, LoadedModel, load_model
 from workers.engine.native import NativeUnavailable, load_native, why_not_native
 from workers.engine.output import Vocabulary
 from workers.engine.runner import TorchRunner, layout_of
@@ -36,7 +37,8 @@ def build_torch_engine(
 
     Args:
         dtype: of weights and KV cache, see :func:`workers.engine.loader.load_model`; "auto" is
-            bf16 on the native path, and on the other what this processor multiplies faster.
+            bf16 on the native path, and on the other what this processor multiplies faster. "q4"
+            (a KV cache in bf16) and "q4-exact" (in fp32) exist on the native path alone.
         kernels: "native", "general" (transformers' modules), or "auto": native where possible.
         num_blocks, kv_bytes: the size of the KV pool; one of them. Memory is taken as blocks are
             written, not at once. From ``kv_bytes`` no more blocks are made than all sequences of
@@ -47,7 +49,7 @@ def build_torch_engine(
     Raises:
         ModelUnsupported: the model can't be served.
         ConfigError: the pool has room for less than one block, an unknown dtype, or native
-            kernels were asked for and can't be had.
+            kernels were asked for, or are needed by ``dtype``, and can't be had.
     """
     if (num_blocks is None) == (kv_bytes is None):
         raise ConfigError("give either num_blocks or kv_bytes", param="kv_memory")
@@ -62,6 +64,10 @@ def build_torch_engine(
             return builder.native()
         except NativeUnavailable as error:
             reason = str(error)
+    if dtype in QUANTISED:
+        raise ConfigError(
+            f"dtype {dtype} needs native kernels: {reason or 'kernels is general'}", param="dtype"
+        )
     if kernels == "native":
         raise ConfigError(f"native kernels can't be used: {reason}", param="kernels")
     _log.info("general_path_chosen", reason=reason or "kernels is general")
@@ -90,6 +96,8 @@ class _Builder:
     def native(self) -> Engine:
         loaded = load_model(self._folder, "bf16" if self._dtype == "auto" else self._dtype)
         layout = layout_of(loaded, block_size=self._block_size)
+        if self._dtype in QUANTISED:
+            layout = replace(layout, weights=self._dtype)
         pool = self._pool(loaded, layout)
         runner = load_native(loaded, layout, pool.slots, num_threads=torch.get_num_threads())
         return self._engine(runner, pool, loaded)

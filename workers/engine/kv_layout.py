@@ -27,6 +27,7 @@ class KvLayout:
     head_dim: int
     block_size: int
     version: int = 1  # of the order above
+    weights: str = ""  # how they are kept, where that is not ``dtype``: "q4" or "q4-exact"
 
     @property
     def block_bytes(self) -> int:

@@ -14,7 +14,14 @@ from transformers.utils import logging as transformers_logging
 from infra.model_folder import ModelFolder, open_model_folder
 from schemas.errors import ConfigError, ModelUnsupported
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# Of weights in blocks, what they are compared with and what keys and values are kept in.
+_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "q4": torch.bfloat16,
+    "q4-exact": torch.float32,
+}
+QUANTISED = ("q4", "q4-exact")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +36,8 @@ def load_model(folder: Path | str, dtype: str = "auto") -> LoadedModel:
     """Load a model's weights, for inference on the CPU.
 
     Args:
-        dtype: "fp32", "bf16", or "auto": what this processor multiplies faster.
+        dtype: "fp32", "bf16", or "auto": what this processor multiplies faster. "q4" and
+            "q4-exact" are loaded as bf16 and fp32, for the native path to put in blocks.
 
     Raises:
         ModelUnsupported: the folder is incomplete or broken, the architecture can't be served, or
@@ -38,7 +46,8 @@ def load_model(folder: Path | str, dtype: str = "auto") -> LoadedModel:
     """
     torch_dtype = _DTYPES.get(preferred_dtype() if dtype == "auto" else dtype)
     if torch_dtype is None:
-        raise ConfigError(f"dtype is {dtype!r}, not auto, fp32 or bf16", param="dtype")
+        known = ", ".join(("auto", *_DTYPES))
+        raise ConfigError(f"dtype is {dtype!r}, none of {known}", param="dtype")
     facts = open_model_folder(folder)
     _check_class(facts)
     try:

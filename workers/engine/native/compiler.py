@@ -33,7 +33,7 @@ _OPTIONS = (
     "-fvisibility=hidden",
     "-Wno-psabi",  # vectors are never passed between libraries
 )
-_NEEDED = {"avx2": "-mavx2", "fma": "-mfma"}
+_NEEDED = {"avx2": "-mavx2", "fma": "-mfma", "f16c": "-mf16c"}  # what came with AVX2
 _WIDE = {
     "avx512f": "-mavx512f",
     "avx512bw": "-mavx512bw",
@@ -41,7 +41,6 @@ _WIDE = {
     "avx512vl": "-mavx512vl",
 }
 _USED_BESIDE_WIDE = {"avx512_bf16": "-mavx512bf16", "avx512_vnni": "-mavx512vnni"}
-_USED = {"f16c": "-mf16c"}
 
 _log = structlog.get_logger(__name__)
 
@@ -58,7 +57,7 @@ def compiled_library(cache_dir: Path, *, more_options: Sequence[str] = ()) -> Pa
         more_options: of the compiler, after ours.
 
     Raises:
-        NativeUnavailable: no compiler, a processor without AVX2 and FMA, an error of the compiler,
+        NativeUnavailable: no compiler, a processor without AVX2, an error of the compiler,
             or a cache that can't be written.
     """
     options = (*_OPTIONS, *target_options(cpu_features()), *more_options)
@@ -106,9 +105,8 @@ def target_options(features: frozenset[str]) -> tuple[str, ...]:
         NativeUnavailable: it lacks what the sources need.
     """
     if not _NEEDED.keys() <= features:
-        raise NativeUnavailable("this processor has no AVX2 and FMA")
+        raise NativeUnavailable("this processor has no AVX2, FMA and F16C")
     options = [*_NEEDED.values()]
-    options += [option for name, option in _USED.items() if name in features]
     if _WIDE.keys() <= features:
         options += _WIDE.values()
         options += [option for name, option in _USED_BESIDE_WIDE.items() if name in features]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_char_p, c_float, c_int32, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from pathlib import Path
 
@@ -21,6 +21,9 @@ class Kind(IntEnum):
     Q4_0 = 2
     Q4_1 = 3
     Q8_0 = 4
+    EXACT_Q4_0 = 5
+    EXACT_Q4_1 = 6
+    EXACT_Q8_0 = 7
 
 
 KIND_OF_DTYPE = {torch.float32: Kind.FP32, torch.bfloat16: Kind.BF16}
@@ -105,6 +108,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "mesh_linear_fill": (c_char_p, (c_void_p, c_int32, c_int32, c_void_p, c_int32, c_void_p)),
     "mesh_linear_multiply": (c_char_p, (c_void_p, c_void_p, c_int32, c_void_p, c_int32)),
     "mesh_linear_unpack": (None, (c_void_p, c_int32, c_void_p)),
+    "mesh_quantise": (c_char_p, (c_int32, c_void_p, c_int64, c_void_p)),
     "mesh_model_new": (c_void_p, (POINTER(ModelShape), c_int32, POINTER(c_char_p))),
     "mesh_model_free": (None, (c_void_p,)),
     "mesh_model_give": (None, (c_void_p, c_int32, c_int32, c_void_p)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from workers.engine.native.library import (
     Times,
     check,
 )
+from workers.engine.native.quantised import QuantisedWeights, Weights
 from workers.engine.native.supports import head_dim
 
 
@@ -78,15 +80,19 @@ def shape_of(config: Any, layout: KvLayout) -> ModelShape:
 
 
 def pack_model(
-    library: NativeLibrary, model: Any, layout: KvLayout, num_threads: int
+    library: NativeLibrary,
+    model: Any,
+    layout: KvLayout,
+    num_threads: int,
+    quantised: QuantisedWeights | None = None,
 ) -> NativeModel:
     """Pack a model of a supported family, layer after layer. What was packed is freed in
     ``model``, which is of no use afterwards: at no time are there two copies of all weights.
 
-    Weights keep their dtype.
+    Weights keep their dtype, but for those that ``quantised`` has as blocks.
     """
     native = NativeModel(library, shape_of(model.config, layout), num_threads)
-    packer = _Packer(library, native)
+    packer = _Packer(library, native, quantised)
     for number, layer in enumerate(model.model.layers):
         packer.pack_layer(number, layer)
     native.set_norm(0, Role.FINAL_NORM, model.model.norm.weight)
@@ -97,9 +103,12 @@ def pack_model(
 
 
 class _Packer:
-    def __init__(self, library: NativeLibrary, native: NativeModel) -> None:
+    def __init__(
+        self, library: NativeLibrary, native: NativeModel, quantised: QuantisedWeights | None
+    ) -> None:
         self._library = library
         self._native = native
+        self._quantised = quantised
 
     def pack_layer(self, number: int, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
@@ -123,14 +132,29 @@ class _Packer:
             self._native.set_window(number, window)
 
     def pack(self, layer: int, role: Role, modules: Sequence[nn.Module]) -> None:
-        """Pack modules of equal inputs as one layer of the library, outputs in their order."""
-        kind: Kind = KIND_OF_DTYPE[modules[0].weight.dtype]  # type: ignore[index]
-        sizes = [len(module.weight) for module in modules]  # type: ignore[arg-type]
-        packed = Linear(self._library, kind, sum(sizes), modules[0].weight.shape[1])  # type: ignore
-        first = 0
-        for module, size in zip(modules, sizes, strict=True):
-            packed.fill(first, module.weight, getattr(module, "bias", None))  # type: ignore
-            module.weight = nn.Parameter(torch.empty(0), requires_grad=False)
-            first += size
+        """Pack modules of equal inputs as one layer of the library, outputs in their order; as
+        several that follow each other where their kinds differ."""
         assert self._native.handle is not None
-        packed.give_to(self._native.handle, layer, role)
+        for kind, group in groupby(map(self._weights_of, modules), lambda weights: weights.kind):
+            made = self._packed(kind, list(group))
+            made.give_to(self._native.handle, layer, role)
+        for module in modules:
+            module.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+
+    def _packed(self, kind: Kind, parts: Sequence[Weights]) -> Linear:
+        num_outputs = sum(len(part.rows) for part in parts)
+        packed = Linear(self._library, kind, num_outputs, parts[0].num_inputs)
+        first = 0
+        for part in parts:
+            packed.fill(first, part.rows, part.bias, source=part.source)
+            first += len(part.rows)
+        return packed
+
+    def _weights_of(self, module: Any) -> Weights:
+        found = self._quantised.weights_of(module) if self._quantised is not None else None
+        if found is not None:
+            return found
+        rows = module.weight
+        kind = KIND_OF_DTYPE[rows.dtype]
+        bias = getattr(module, "bias", None)
+        return Weights(kind=kind, source=kind, rows=rows, num_inputs=rows.shape[1], bias=bias)

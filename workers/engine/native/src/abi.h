@@ -45,6 +45,10 @@ MESH_API const char* mesh_linear_multiply(const mesh::PackedLinear* linear, cons
 // row[num_inputs] = the weights of one output.
 MESH_API void mesh_linear_unpack(const mesh::PackedLinear* linear, int32_t output, float* row);
 
+// Quantises groups of 32 floats to blocks as a GGUF file has them; `kind` is a SourceKind.
+MESH_API const char* mesh_quantise(int32_t kind, const float* weights, int64_t num_groups,
+                                   void* blocks);
+
 MESH_API mesh::Model* mesh_model_new(const mesh::ModelShape* shape, int32_t num_threads,
                                      const char** error);
 MESH_API void mesh_model_free(mesh::Model* model);

@@ -66,8 +66,17 @@ inline Group read_block(const std::byte* block) {
   return group;
 }
 
-// Groups that stand for 32 weights with little error; see quantise.cpp.
-Group quantise_q4_1(const float* weights);
-Group quantise_q8_0(const float* weights);
+template <class Format>
+inline void write_block(const Group& group, std::byte* block) {
+  std::memcpy(block, &group.scale, sizeof group.scale);
+  if (Format::kHasMinimum) std::memcpy(block + 2, &group.minimum, sizeof group.minimum);
+  std::byte* values = block + (Format::kHasMinimum ? 4 : 2);
+  if constexpr (Format::kBits == 8) {
+    std::memcpy(values, group.values, kGroup);
+  } else {
+    for (int i = 0; i < kGroup / 2; ++i)
+      values[i] = static_cast<std::byte>(group.values[i] | group.values[i + kGroup / 2] << 4);
+  }
+}
 
 }  // namespace mesh

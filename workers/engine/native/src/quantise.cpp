@@ -1,6 +1,7 @@
-// Floats to quantised groups, for models that don't come quantised.
+// Floats to quantised blocks, for models that don't come quantised.
 #include <algorithm>
 
+#include "abi.h"
 #include "gguf_blocks.h"
 #include "simd.h"
 
@@ -83,8 +84,6 @@ void store_values(const Numbers& values, int8_t* to) {
   for (int i = 0; i < kGroup; ++i) to[i] = static_cast<int8_t>(floats[i]);
 }
 
-}  // namespace
-
 // Tries the whole range of the weights and narrower ones (extremes are then cut off), fits a line
 // to each try's values, rounds it to halves and keeps the one that errs least.
 Group quantise_q4_1(const float* from) {
@@ -123,4 +122,29 @@ Group quantise_q8_0(const float* from) {
   return group;
 }
 
+template <class Format>
+void quantise(const float* weights, int64_t num_groups, std::byte* blocks) {
+  for (int64_t group = 0; group < num_groups; ++group) {
+    const Group made = Format::kBits == 8 ? quantise_q8_0(weights) : quantise_q4_1(weights);
+    write_block<Format>(made, blocks);
+    weights += kGroup;
+    blocks += Format::kBlockBytes;
+  }
+}
+
+}  // namespace
 }  // namespace mesh
+
+const char* mesh_quantise(int32_t kind, const float* weights, int64_t num_groups, void* blocks) {
+  auto* const to = static_cast<std::byte*>(blocks);
+  switch (static_cast<mesh::SourceKind>(kind)) {
+    case mesh::SourceKind::kQ4_1:
+      mesh::quantise<mesh::Q4_1>(weights, num_groups, to);
+      return nullptr;
+    case mesh::SourceKind::kQ8_0:
+      mesh::quantise<mesh::Q8_0>(weights, num_groups, to);
+      return nullptr;
+    default:
+      return "only Q4_1 and Q8_0 are made here";
+  }
+}
