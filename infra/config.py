@@ -162,9 +162,10 @@ class WorkerConfig:
     )
     dtype: str = setting(
         "auto",
-        choice("auto", "fp32", "bf16"),
+        choice("auto", "fp32", "bf16", "q4", "q4-exact"),
         "numbers of weights and KV cache; auto: bf16 with native kernels, or where the processor "
-        "multiplies it",
+        "multiplies it; q4: 4-bit weights, KV cache in bf16; q4-exact: the same, slower, without "
+        "other rounding, KV cache in fp32",
     )
     kernels: str = setting(
         "auto",
