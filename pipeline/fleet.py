@@ -75,6 +75,10 @@ class Fleet:
             return False
         return now_s - self._listening_since_s > self._dead_s
 
+    def died_s(self, worker: str) -> float | None:
+        """When ``worker`` was declared dead, or left; None when it was not."""
+        return self._dead_workers.get(worker)
+
     def has_drained(self, worker: str) -> bool:
         """Whether a worker that is gone had announced it."""
         return worker in self._drained

@@ -11,6 +11,9 @@ from infra.task_scope import task_scope
 from pipeline.claim_chain import ClaimChain
 from pipeline.token_stream import StreamHub, TokenStream
 from schemas import subjects
+from schemas.errors import BusUnavailable
+
+_REPLAYS = 3
 
 
 class ReaderFeed:
@@ -99,6 +102,16 @@ class ReaderFeed:
             self._behind.pop(stream, None)
 
     async def _replay(self) -> None:
+        """One that breaks off is tried again while the bus is there: a busy broker drops some."""
+        for left in reversed(range(_REPLAYS)):
+            try:
+                await self._replay_once()
+                return
+            except BusUnavailable:
+                if not left or not self._bus.is_connected:
+                    raise
+
+    async def _replay_once(self) -> None:
         served = list(self._behind)
         start_seq = min(self._behind.values())
         past = replay(self._bus, TOKENS, self._filter, start_seq=start_seq)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -39,6 +40,7 @@ from pipeline.attendance import ABANDONED, Attendance
 from pipeline.claim_chain import ClaimChain
 from pipeline.fleet import Fleet
 from pipeline.ownership import Holding, Ledger
+from pipeline.presence import Presence
 from schemas import subjects
 from schemas.codec import decode, encode, tag_of
 from schemas.control import Adopt, Beat, CancelWord
@@ -89,9 +91,10 @@ class TakeOver:
         self._log = log
         self._on_claim = on_claim
         self._placed: dict[str, int] = {}  # request -> the chain entry it was placed upon
+        self._claimed_s: dict[str, float] = {}  # request -> when its present claim was heard
         self._to_reap: deque[Beat] = deque()
         self._must_read = True
-        self._present_s = time.monotonic()  # when this loop was last seen to run
+        self._presence = Presence(bus, self._listen_anew)
         # (worker, request); what finds it full is not told: its chain says the same
         self._ended: asyncio.Queue[tuple[str, str]] = asyncio.Queue(4096)
         self._someone_died = asyncio.Event()
@@ -110,7 +113,7 @@ class TakeOver:
             async with task_scope() as tasks:
                 tasks.create_task(self._tell_workers(), name="cancel words")
                 tasks.create_task(self._reap_for_ever(), name="reaper")
-                tasks.create_task(self._be_present(), name="presence")
+                tasks.create_task(self._presence.run(), name="presence")
                 await self._tick_for_ever()
         finally:
             bus.on_reconnected.remove(self._mark_stale)
@@ -160,9 +163,13 @@ class TakeOver:
         return entry
 
     def _note(self, seq: int, reader: str, entry: ChainEntry) -> None:
+        before = self.ledger.get(entry.request_id)
         ended = self.ledger.apply(seq, reader, entry)
+        if self.ledger.get(entry.request_id) not in (before, None):
+            self._claimed_s[entry.request_id] = time.monotonic()
         if ended is not None:
             self._placed.pop(ended.request_id, None)
+            self._claimed_s.pop(ended.request_id, None)
             if isinstance(entry, Cancelled | Expired | StreamError) and not self._ended.full():
                 self._ended.put_nowait((ended.claim.worker, ended.request_id))
 
@@ -179,22 +186,6 @@ class TakeOver:
         chains = replay(self._bus, TOKENS, subjects.ALL_CHAINS, last_per_subject=True)
         async for message in chains:
             self._apply(message.seq, message.subject, message.data)
-
-    # Who may judge ---------------------------------------------------------------------------
-
-    async def _be_present(self) -> None:
-        """So that a tick that waits long for the broker is not taken for our own absence."""
-        while True:
-            self._note_presence()
-            await asyncio.sleep(self._bus.times.beat_s / 4)
-
-    def _note_presence(self) -> None:
-        """Who was away itself, frozen or cut off from the bus, may not judge."""
-        now_s = time.monotonic()
-        was_away = now_s - self._present_s > self._bus.times.dead_s / 2
-        if was_away or not self._bus.is_connected:
-            self._listen_anew(now_s)
-        self._present_s = now_s
 
     def _listen_anew(self, now_s: float) -> None:
         self._fleet.listen_anew(now_s)
@@ -215,7 +206,7 @@ class TakeOver:
     async def _tick(self) -> None:
         if self._must_read:
             await self._read_chains()
-        self._note_presence()
+        self._presence.look()
         now_s = time.monotonic()
         self._fleet.judge(now_s)
         self._fleet.forget_verdicts(now_s - _REMEMBER_VERDICTS_S)
@@ -225,7 +216,8 @@ class TakeOver:
         for worker in self.ledger.workers():
             if self._fleet.is_dead(worker, now_s):
                 for holding in self.ledger.held_by(worker):
-                    await self._place_again(holding)
+                    if not self._is_fresh(holding, now_s):
+                        await self._place_again(holding)
         for holding in self.ledger.overdue(self._bus.now_unix_ms() - _OVERDUE_MS):
             await self._end(holding, Expired(request_id=holding.request_id))
         if now_s >= self._next_roll_call_s:
@@ -233,6 +225,14 @@ class TakeOver:
         for role in ("prefill", "decode"):
             alive = sum(role in beat.roles for beat in self._fleet.members())
             self._metrics.live_workers.labels(role).set(alive)
+
+    def _is_fresh(self, holding: Holding, now_s: float) -> bool:
+        """Whether a worker claimed it after we had given the worker up: it lives, and does not
+        know yet. It is left ``dead_s`` to bring tokens, or to notice; else the same worker would
+        take the request again and again, until that looked like poison."""
+        died_s = self._fleet.died_s(holding.claim.worker)
+        heard_s = self._claimed_s.get(holding.request_id, -math.inf)
+        return died_s is not None and max(died_s, now_s - self._bus.times.dead_s) < heard_s
 
     async def _end_abandoned(self, now_s: float) -> None:
         """Requests whose bridge is dead, and which no other one reads."""
@@ -304,7 +304,8 @@ class TakeOver:
                 await self._sweep()
             except MeshError as error:
                 self._log.warning("sweep_failed", reason=error.message)
-            await _set_or_late(self._must_reap, 4 * self._bus.times.beat_s)
+            beats = 1 if self._to_reap else 4  # what failed is tried again soon
+            await _set_or_late(self._must_reap, beats * self._bus.times.beat_s)
 
     async def _fence(self, beat: Beat) -> None:
         """A dead worker's consumers go, so a frozen one learns that it was given up. What a dead

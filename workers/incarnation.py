@@ -59,10 +59,13 @@ class Incarnation:
         self._bus: Bus = ctx.bus
         self._fenced = asyncio.Event()
         self._changed = asyncio.Event()
+        self._ran_s = time.monotonic()  # when the watchdog was last seen to run
         info = host.engine.info
         metrics, log = ctx.metrics, ctx.log
         chain = ClaimChain(self._bus)
-        self._claims = Claims(self._bus, chain, self.worker, log, on_settled=self._poke)
+        self._claims = Claims(
+            self._bus, chain, self.worker, log, on_settled=self._poke, may_claim=self._may_claim
+        )
         self._writer = TokenWriter(self._bus)
         self._offers = Offers(
             self._bus,
@@ -208,15 +211,18 @@ class Incarnation:
     async def _watch(self) -> None:
         """Notice our own absence: who was silent for ``dead_s`` has been declared dead. With an
         engine that is stuck we are as good as absent."""
-        times = self._bus.times
-        before_s = time.monotonic()
         while True:
-            await asyncio.sleep(times.beat_s / 2)
-            now_s = time.monotonic()
-            if now_s - before_s > times.dead_s or self._host.readiness.is_engine_stuck:
+            self._ran_s = time.monotonic()
+            await asyncio.sleep(self._bus.times.beat_s / 2)
+            if not self._may_claim() or self._host.readiness.is_engine_stuck:
                 self._fence()
-            before_s = now_s
             self._host.intake.prune()
+
+    def _may_claim(self) -> bool:
+        """Whether nobody can have given us up yet. Who has just woken may be asked this before
+        the watchdog runs."""
+        was_away = time.monotonic() - self._ran_s > self._bus.times.dead_s
+        return not was_away and not self._fenced.is_set()
 
     async def _audit_for_ever(self) -> None:
         """Look at the chain of everything we compute, twice per lease: no word is needed for a

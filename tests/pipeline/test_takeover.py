@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -249,6 +251,42 @@ async def test_an_outage_is_nobodys_death(
     await watch.ticks()
     assert watch.placed(kept) == []
     assert not task.done()
+
+
+async def test_a_frozen_brokers_silence_is_nobodys_death(
+    watch: Watch, broker: EmbeddedBroker
+) -> None:
+    """Its connections stand, and nobody is heard: not even ourselves."""
+    takeover, _ = await watch.start()
+    watch.worker("w1")
+    request_id, _ = await watch.claims("w1")
+    await watch.until(lambda: len(takeover.ledger) == 1)
+    os.kill(broker.pid, signal.SIGSTOP)
+    try:
+        await asyncio.sleep(5 * watch.bus.times.dead_s)
+    finally:
+        os.kill(broker.pid, signal.SIGCONT)
+    await watch.ticks(5)
+    assert watch.placed(request_id) == []
+    assert watch.lines.events("worker_dead") == []
+
+
+async def test_who_claims_after_it_was_given_up_has_time_to_notice(
+    watch: Watch, times: Times
+) -> None:
+    """It lives: it brings tokens, or drops the claim. To place the request again at once would
+    give it to the same worker, epoch after epoch, until it looked like poison."""
+    takeover, _ = await watch.start()
+    await watch.say("w1")
+    await watch.until(lambda: watch.lines.events("worker_dead"), 30)
+    claimed_s = time.monotonic()
+    request_id, seq = await watch.claims("w1")
+    await watch.until(lambda: watch.placed(request_id), 30)
+    assert time.monotonic() - claimed_s >= times.dead_s
+    [(_, task)] = watch.placed(request_id)
+    assert (task.epoch, task.after_seq) == (2, seq)
+    await watch.append(Cancelled(request_id=request_id))
+    await watch.until(lambda: not takeover._claimed_s)
 
 
 async def test_what_was_missed_is_read(watch: Watch) -> None:

@@ -177,6 +177,21 @@ async def test_one_delivery_of_a_task_is_in_work_at_a_time(place: Workplace) -> 
         assert not is_first
 
 
+async def test_who_may_have_been_given_up_takes_no_task(place: Workplace) -> None:
+    """One that has just woken leaves it to others; it may again when it knows that it is there."""
+    is_present = False
+    claims = Claims(
+        await place.connect("worker"), ClaimChain(place.bus), "w-1", log,
+        may_claim=lambda: is_present,
+    )  # fmt: skip
+    task = task_of(await place.record()).message
+    with pytest.raises(NoCapacity), claims.attempt(task):
+        raise AssertionError("taken")
+    is_present = True
+    with claims.attempt(task) as is_first:
+        assert is_first
+
+
 async def test_the_memory_of_claims_is_bounded(
     place: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
