@@ -45,7 +45,7 @@ def test_pins_hold_anywhere() -> None:
         assert re.fullmatch(r"[0-9][0-9A-Za-z.]*", version), f"{name}=={version}"
 
 
-@pytest.mark.parametrize("name", ["setup", "up", "test"])
+@pytest.mark.parametrize("name", ["setup", "up", "test", "clients_check"])
 def test_a_script_is_executable_and_correct_shell(name: str) -> None:
     """bash reads it without complaint."""
     script = ROOT / "infra" / name
