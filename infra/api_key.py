@@ -62,7 +62,7 @@ def hashed_keys(raw: object) -> tuple[HashedKey, ...]:
     A key without tenant is a tenant of its own. No error shows a key.
     """
     items = raw.split(",") if isinstance(raw, str) else raw
-    if not isinstance(items, list | tuple) or not items:
+    if not isinstance(items, list | tuple):
         raise ValueError("no list of keys")
     found = tuple(_hashed(str(item).strip(), i + 1) for i, item in enumerate(items))
     if len({one.digest for one in found}) < len(found):

@@ -20,6 +20,7 @@ COMMANDS = {
     "prepare": "infra.commands.prepare:prepare",
     "status": "infra.commands.status:status",
     "drain": "infra.commands.drain:drain",
+    "keys": "infra.commands.keys:keys_app",
     "dead": "infra.commands.dead:dead_app",
     "generate": "infra.commands.generate:generate",
     "load": "loadgen.cli:load_app",

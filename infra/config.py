@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from infra.access_config import AccessConfig
 from infra.bus.topology import MAX_QUEUED, Limits
-from infra.edge_config import EdgeConfig
 from infra.mesh_file import read_mesh_file
 from infra.parse import (
     ModelSource,
@@ -213,7 +213,7 @@ class WorkerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BridgeConfig(EdgeConfig):
+class BridgeConfig(AccessConfig):
     """The HTTP bridge."""
 
     table: ClassVar[str] = "bridge"
@@ -232,6 +232,7 @@ class BridgeConfig(EdgeConfig):
 
     def __post_init__(self) -> None:
         self.check_edge()
+        self.check_access()
 
 
 RoleConfig = ControlConfig | WorkerConfig | BridgeConfig

@@ -65,10 +65,11 @@ class UpConsole:
         body = msgspec.json.encode(
             {"model": model, "messages": [{"role": "user", "content": "Hello!"}]}
         ).decode()
+        key = '-H "Authorization: Bearer $MESH_API_KEY" ' if config.bridge.has_keys else ""
         data = config.bus.data
         self.say(
             f"\nready after {time.monotonic() - self._started_s:.1f} s: {base}/v1\n\n"
-            f"  curl {base}/v1/chat/completions -H 'Content-Type: application/json' "
+            f"  curl {base}/v1/chat/completions -H 'Content-Type: application/json' {key}"
             f"-d {shlex.quote(body)}\n"
             f"  mesh generate Hello! --model {shlex.quote(model)} --data {shlex.quote(str(data))}"
             f"\n\nCtrl-C stops. Logs: {data / 'logs'}"

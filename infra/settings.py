@@ -199,6 +199,18 @@ def _parse(found: Setting, raw: object, origin: str, key: str) -> Any:
         raise ConfigError(f"{origin}: {error}", param=key) from error
 
 
+def secrets_of(config: Configured) -> dict[str, str]:
+    """Environment variables that give every secret of ``config`` itself, where it has a value, that
+    value again."""
+    found = {}
+    for one, declared in settings_of(type(config)):
+        value = getattr(config, one.name)
+        if declared.secret and value:
+            text = ",".join(map(str, value)) if declared.many else str(value)
+            found[variable(config.table, one.name)] = text
+    return found
+
+
 def flags_of(config: Configured) -> list[str]:
     """A command line that gives every setting of ``config``, nested configurations too, its
     value again; secrets are left out (pass them in the environment), and so is what has none."""

@@ -20,7 +20,7 @@ from infra.config import (
 )
 from infra.http_server import LISTEN_FD
 from infra.parse import ModelSource
-from infra.settings import flags_of, variable
+from infra.settings import flags_of, secrets_of, variable
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]+")
 _MAX_MODEL_NAME = 24
@@ -93,7 +93,7 @@ def _numbered(config: N, number: int, num: int) -> N:
 
 def _spec(command: tuple[str, ...], config: RoleConfig, url: Callable[[str], str]) -> ChildSpec:
     kind = config.table
-    env = {variable(BusConfig.table, "nats_url"): url(kind)}
+    env = secrets_of(config) | {variable(BusConfig.table, "nats_url"): url(kind)}
     if isinstance(config, WorkerConfig):
         env |= config.thread_environment()
     child = replace(config, bus=replace(config.bus, log_format="json"))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from infra.commands.keys import check_key_file
 from infra.config import BridgeConfig, BusConfig, ControlConfig, WorkerConfig
 from infra.options import takes
 from infra.parse import ModelSource
@@ -50,6 +51,7 @@ def worker(config: WorkerConfig) -> None:
 @takes(BridgeConfig)
 def bridge(config: BridgeConfig) -> None:
     """Run the HTTP bridge: OpenAI's API in front of the bus."""
+    check_key_file(config)
     if config.processes > 1:
         from infra.bridge_group import run_bridge_group
 

@@ -6,13 +6,14 @@ import asyncio
 
 import typer
 
+from infra.commands.keys import check_key_file
 from infra.config import BridgeConfig, UpConfig, WorkerConfig
 from infra.failure import EXIT_INTERRUPTED, first_mesh_error, report
 from infra.options import takes
 from schemas.errors import MeshError
 
 ALSO = {
-    BridgeConfig: ("host", "port", "tls_cert", "tls_key", "cors_origins"),
+    BridgeConfig: ("host", "port", "tls_cert", "tls_key", "cors_origins", "api_keys", "auth"),
     WorkerConfig: ("engine", "dtype", "kernels", "kv_memory", "threads", "speed"),
 }
 
@@ -26,6 +27,7 @@ def up(config: UpConfig) -> None:
     """
     from infra.supervisor import run_up
 
+    check_key_file(config.bridge)
     try:
         run_up(config)
     except asyncio.CancelledError as error:

@@ -43,7 +43,7 @@ _RECORD = _COUNTS + NUM_SLOTS * _COUNT.size
 _SIZE = _PAGE + MAX_KEYS * _RECORD
 _FREE = bytes(_DIGEST)
 _IDLE_S = 3600.0  # a record that was not used for so long may go to another key
-_PATIENCE_S = 0.2  # a process that is not frozen leaves the mutex within microseconds
+_PATIENCE_S = 1.0  # one that is not frozen leaves the mutex within microseconds, once it runs
 
 
 class Account:

@@ -16,6 +16,7 @@ from schemas.requests import InferenceRequest
 from schemas.tokens import Accepted
 
 UNNAMED_TOKENS = 1024
+_LIKELY_SHARE = 8  # one part of so many
 _CHARS_PER_TOKEN = 8  # twice what English text has
 
 
@@ -26,8 +27,10 @@ class Charge(NamedTuple):
     likely: int
 
     def within(self, limit: int) -> int:
-        """What is charged: what is only likely never makes a request one that can't fit."""
-        return min(self.certain + self.likely, max(self.certain, limit))
+        """What is charged. What is only likely takes a share of the limit at most, so that several
+        such requests have room in it, and never makes a request one that can't fit."""
+        likely = min(self.likely, limit // _LIKELY_SHARE)
+        return min(self.certain + likely, max(self.certain, limit))
 
 
 def first_charge(requests: Sequence[InferenceRequest]) -> Charge:

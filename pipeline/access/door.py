@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from infra.access_config import AccessConfig
 from infra.api_key import hash_of
 from infra.log import Logger
-from pipeline.access.budgets import Budgets
+from pipeline.access.budgets import Budgets, open_budgets
 from pipeline.access.errors import InvalidApiKey
 from pipeline.access.key import ApiKey
-from pipeline.access.key_file import read_keys
+from pipeline.access.key_file import keys_of_settings, read_keys
 from pipeline.access.permit import ANYONE, KeyPermit, MeteredPermit, Permit
 from schemas.errors import ConfigError
 
@@ -26,9 +28,14 @@ _Stamp = tuple[int, int, int]
 class OpenDoor:
     """Everybody may enter: no keys are asked for."""
 
+    needs_key = False
+
     def permit(self, authorization: bytes | None) -> Permit:
         """That of anyone."""
         return ANYONE
+
+    async def run(self, every_s: float) -> None:
+        """Nothing: there is nothing to read again."""
 
 
 class KeyDoor(OpenDoor):
@@ -45,6 +52,8 @@ class KeyDoor(OpenDoor):
     Raises:
         ConfigError: the file can't be used; names the field.
     """
+
+    needs_key = True
 
     def __init__(
         self,
@@ -125,6 +134,26 @@ class KeyDoor(OpenDoor):
         keys = {key.digest: key for key in (*self._fixed, *found)}
         is_new, self._keys = keys != self._keys, keys
         return is_new
+
+
+@contextlib.contextmanager
+def open_door(config: AccessConfig, data: Path, log: Logger) -> Iterator[OpenDoor]:
+    """The door that ``config`` asks for; budgets lie in ``data``.
+
+    Raises:
+        ConfigError: the keys, or the directory, can't be used.
+    """
+    if not config.has_keys:
+        yield OpenDoor()
+        return
+
+    def stuck() -> None:
+        log.warning("api_key_budgets_stuck", reason="a bridge is frozen in the midst of a charge")
+
+    with open_budgets(data, on_stuck=stuck) as budgets:
+        door = KeyDoor(config.api_keys, keys_of_settings(config.api_key), budgets, log)
+        log.info("api_keys_read", num_keys=door.num_keys)
+        yield door
 
 
 def _stamp_of(path: Path) -> _Stamp | None:

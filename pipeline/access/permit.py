@@ -88,6 +88,7 @@ class MeteredPermit(KeyPermit):
         self._budgets = budgets
         self._charged = 0  # tokens
         self._is_inside = False
+        self._has_looked = False
         self._requests = Bucket()  # as they were last seen, for the headers
         self._tokens = Bucket()
 
@@ -125,7 +126,10 @@ class MeteredPermit(KeyPermit):
             account.leave()
 
     def headers(self) -> Sequence[Header]:
-        """Limits, what remains, and when all of it is back, at this moment."""
+        """Limits, what remains, and when all of it is back, at this moment; nothing of a request
+        that is not counted."""
+        if not self._has_looked:
+            return ()
         now_s, key = self._budgets.now_s(), self._key
         return [
             *rate_headers("requests", key.requests_per_minute, self._requests, now_s),
@@ -167,12 +171,15 @@ class MeteredPermit(KeyPermit):
         if key.tokens_per_minute is not None:
             account.tokens.drain(key.tokens_per_minute, now_s)
         self._requests, self._tokens = account.requests, account.tokens
+        self._has_looked = True
 
     def _refuse(self, what: str, limit: int, asked: int, bucket: Bucket) -> NoReturn:
         rule = f"API key {self._key.name} may use {limit} {what}"
         wait_s = bucket.wait_s(asked, limit)
         if wait_s is None:
-            raise OverLimit(f"{rule}, this request needs {asked}: ask for less (max_tokens)")
+            raise OverLimit(
+                f"{rule}, this request needs {asked} at least: ask for less (max_tokens)"
+            )
         left = bucket.remaining(limit)
         raise RateLimited(
             f"{rule}: {left} left, {asked} needed; try again in {wait_s:.3g} s",

@@ -3,6 +3,7 @@
 app         routes, drain, one log line per request
 call        body in, answer out, the client that leaves
 endpoints   chat and completions, from body to answer
+metering    whose request it is, what it pays (pipeline/access)
 convert     OpenAI's body -> InferenceRequest
 generate    the token streams behind one answer
 sse         deltas -> events                answers   deltas -> one JSON answer

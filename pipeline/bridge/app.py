@@ -29,6 +29,7 @@ from infra.log import Logger
 from infra.process import RoleContext
 from infra.task_scope import task_scope
 from infra.tls import Tls
+from pipeline.access.door import open_door
 from pipeline.bridge.cors import Cors
 from pipeline.bridge.endpoints import Services
 from pipeline.bridge.limits import Limits
@@ -72,11 +73,14 @@ async def serve_bridge(ctx: RoleContext, config: BridgeConfig) -> None:
     """Serve until ``ctx.draining``: then nothing new, and what runs has ``grace_s`` to end.
 
     Raises:
-        ConfigError: the port, or the certificate can't be used.
+        ConfigError: the port, the certificate or the API keys can't be used.
     """
     tls = Tls(config.tls_cert, config.tls_key) if config.tls_cert else None
     limits = limits_of(config, ctx.times.max_deadline_s)
-    with listen(config.host, config.port, limits.stall_s) as bound:
+    with (
+        open_door(config, config.bus.data, ctx.log) as door,
+        listen(config.host, config.port, limits.stall_s) as bound,
+    ):
         registry = Registry(ctx.bus)
         await registry.start()
         async with MeshClient(
@@ -93,11 +97,13 @@ async def serve_bridge(ctx: RoleContext, config: BridgeConfig) -> None:
                 limits=limits,
                 windows=windows,
                 cors=Cors(config.cors_origins),
+                door=door,
             )
             bridge = Bridge(ctx.process, ctx.health, services, is_shared=LISTEN_FD in os.environ)
             async with task_scope() as tasks:
                 tasks.create_task(registry.run(), name="registry")
                 tasks.create_task(windows.run(), name="resume windows")
+                tasks.create_task(door.run(ctx.times.beat_s), name="API keys")
                 await _serve_http(ctx, config, bridge, bound, tls)
 
 

@@ -15,6 +15,8 @@ from starlette.types import Message, Receive, Scope, Send
 from infra.failure import first_mesh_error
 from infra.http_protocol import new_request_label, request_label
 from infra.task_scope import task_scope
+from pipeline.access.errors import extra_headers
+from pipeline.access.permit import ANYONE, Permit
 from pipeline.bridge.answers import error_answer
 from pipeline.bridge.errors import BodyTooSlow, ClientLeft, MethodNotAllowed, ShuttingDown
 from schemas.errors import DeadlineExceeded, MeshError, PayloadTooLarge, ReaderTooSlow
@@ -49,7 +51,8 @@ class Call:
         self.status = 0
         self.is_stream = False
         self.facts: dict[str, Any] = {}
-        self.tenant = ""  # all callers are one, there being no API keys yet
+        self.permit: Permit = ANYONE
+        self.runs_on = False  # the request outlives its client
         self.is_resumed = False  # the answer began elsewhere, or before
         self.answer_headers: list[Header] = []  # beside those that every answer has
         self.label = request_label(self.headers.get(b"x-request-id", b""))
@@ -61,6 +64,11 @@ class Call:
         self._scope: asyncio.Timeout | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._reason: MeshError | None = None
+
+    @property
+    def tenant(self) -> str:
+        """Whose request it is; "" without API keys."""
+        return self.permit.tenant
 
     @property
     def age_s(self) -> float:
@@ -182,7 +190,7 @@ class Call:
                     await self.write(self._failure_event(error), last=True)
 
     async def _refuse(self, error: MeshError, retry_after_s: int) -> None:
-        extra: list[Header] = []
+        extra: list[Header] = extra_headers(error)
         if error.retryable:
             said_s = error.retry_after_s
             pause_s = retry_after_s if said_s is None else max(1, math.ceil(said_s))
@@ -214,6 +222,7 @@ class Call:
             self.label = new_request_label()
         headers = [
             *self.answer_headers,
+            *self.permit.headers(),
             (b"x-request-id", (self.label or self.request_id).encode()),
         ]
         if self.request_id:

@@ -13,6 +13,8 @@ import msgspec
 
 from infra.log import Logger
 from infra.metrics import Metrics
+from pipeline.access.charge import exact_charge, first_charge
+from pipeline.access.door import OpenDoor
 from pipeline.bridge.answers import Gathered, Identity
 from pipeline.bridge.call import Call
 from pipeline.bridge.convert import Arrival, chat_requests, completion_requests, parse
@@ -20,11 +22,12 @@ from pipeline.bridge.cors import Cors
 from pipeline.bridge.errors import ClientLeft, ShuttingDown
 from pipeline.bridge.generate import Generation, StreamedAnswer
 from pipeline.bridge.limits import Limits
+from pipeline.bridge.metering import find_model, settle, signed
 from pipeline.bridge.note import ReaderNote
 from pipeline.bridge.ports import AskTokenizer, Client, Models
 from pipeline.bridge.sse import ChatEvents, CompletionEvents, Events, StreamForm
 from pipeline.bridge.windows import Windows
-from schemas.errors import InvalidRequest, MeshError, ModelNotFound
+from schemas.errors import InvalidRequest, MeshError
 from schemas.openai import ChatBody, CompletionBody, GenerationBody, StreamOptions
 from schemas.requests import InferenceRequest
 from schemas.tokens import TokenDelta, Usage
@@ -82,6 +85,7 @@ class Services:
     limits: Limits
     windows: Windows
     cors: Cors = field(default_factory=Cors)
+    door: OpenDoor = field(default_factory=OpenDoor)
 
 
 def identity_of(note: ReaderNote, request_id: str, generation: Generation) -> Identity:
@@ -145,13 +149,14 @@ class Generator:
         arrival = Arrival(deadline_unix_ms=deadline_unix_ms, label=call.label)
         requests = self._endpoint.requests(body, arrival)
         self._describe(call, body, requests)
-        if self._services.models.get(body.model) is None:
-            raise ModelNotFound(f"no model is called {body.model!r}", param="model")
+        find_model(call, self._services.models, body.model)
         note = self._note(body, len(requests))
-        generation = self._generation(requests, note)
+        requests = signed(call, requests, body.priority, note.packed())
+        call.permit.enter(first_charge(requests))
+        generation = self._generation(requests)
         ending: MeshError | None = None
         try:
-            work = self._generate(call, body, note, generation)
+            work = self._generate(call, body, requests, note, generation)
             await call.attended(work, left_s + self._limits.late_s)
         except MeshError as error:
             ending = error
@@ -160,6 +165,7 @@ class Generator:
             reason = ending.message if ending else ""
             keeps = partial(self._keeps, call, ending, window_s)
             await generation.close(reason, keeps, self._services.log)
+            settle(call, generation, ending)
 
     def _note(self, body: GenerationBody, num_prompts: int) -> ReaderNote:
         options = body.stream_options or StreamOptions()
@@ -172,10 +178,9 @@ class Generator:
             continuous_usage=bool(options.continuous_usage_stats),
         )
 
-    def _generation(self, requests: Sequence[InferenceRequest], note: ReaderNote) -> Generation:
-        packed, submit = note.packed(), self._services.client.submit
-        noted = [msgspec.structs.replace(request, reader_note=packed) for request in requests]
-        return Generation([partial(submit, request) for request in noted], noted[0].sampling.n)
+    def _generation(self, requests: Sequence[InferenceRequest]) -> Generation:
+        openers = [partial(self._services.client.submit, request) for request in requests]
+        return Generation(openers, requests[0].sampling.n)
 
     def _keeps(
         self, call: Call, ending: MeshError | None, window_s: float, request_id: str
@@ -190,7 +195,9 @@ class Generator:
         if not window_s:
             return False
         # At a shutdown nobody would look after it here; the control process does.
-        return isinstance(ending, ShuttingDown) or windows.wait_for_client(request_id, window_s)
+        keeps = isinstance(ending, ShuttingDown) or windows.wait_for_client(request_id, window_s)
+        call.runs_on |= keeps
+        return keeps
 
     def _window_s(self, call: Call) -> float:
         """For how long the request runs on without its client; the answer says it, as it may be
@@ -220,9 +227,15 @@ class Generator:
         call.facts |= {"model": body.model, "prompts": len(requests), "n": requests[0].sampling.n}
 
     async def _generate(
-        self, call: Call, body: GenerationBody, note: ReaderNote, generation: Generation
+        self,
+        call: Call,
+        body: GenerationBody,
+        requests: Sequence[InferenceRequest],
+        note: ReaderNote,
+        generation: Generation,
     ) -> None:
         await generation.open(self._limits.accept_s)
+        call.permit.confirm(exact_charge(requests, generation.accepted))
         call.facts["prompt_tokens"] = generation.prompt_tokens
         if body.stream:
             await self._stream(call, note, generation)
@@ -252,5 +265,6 @@ class Generator:
                 gathered.add(first + delta.index, delta)
 
         await generation.run(gather)
+        settle(call, generation, None)  # so that the answer's headers say what is left
         answer = self._endpoint.whole(gathered, about, generation.reasons, generation.usage)
         await call.respond(200, answer)

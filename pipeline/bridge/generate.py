@@ -109,8 +109,27 @@ class Generation:
 
     @property
     def _ends(self) -> list[StreamEnd]:
-        ends = [self._streams[i].end for i in range(self.num_prompts)]
+        ends = [self._streams[i].end for i in range(self.num_prompts) if i in self._streams]
         return [end for end in ends if end is not None]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every prompt has its end."""
+        return len(self._ends) == self.num_prompts
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a token was heard of."""
+        return any(stream.num_tokens for stream in self._streams.values())
+
+    @property
+    def tokens_so_far(self) -> int:
+        """What it has used by now: prompts that admission has counted, tokens that were heard of;
+        all, by the usage, when it is complete."""
+        if self.is_complete:
+            return self.usage.prompt_tokens + self.usage.completion_tokens
+        prompts = sum(accepted.prompt_tokens for accepted in self._accepted.values())
+        return prompts + sum(stream.num_tokens for stream in self._streams.values())
 
     @property
     def reasons(self) -> list[str]:

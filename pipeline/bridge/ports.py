@@ -27,6 +27,10 @@ class Stream(Protocol):
     def end(self) -> StreamEnd | None:
         """Usage and finish reasons, once ``next_deltas`` has said that it is complete."""
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens heard of so far, of all choices."""
+
     async def accepted(self) -> Accepted:
         """Wait for admission; raises the MeshError with which the request was refused."""
 

@@ -32,7 +32,8 @@ class Resumer:
         Any number may read one request at once; one that leaves ends nothing.
 
         Raises:
-            RequestNotFound: unknown, forgotten, or another tenant's.
+            RequestNotFound: unknown, forgotten, another tenant's, or with a model that the caller
+                may not use.
             InvalidRequest: it has several prompts, whose events have no one order; it did not
                 come through a bridge; the id is no number, or one that the stream has not.
             MeshError: with which the request itself ended.
@@ -45,6 +46,8 @@ class Resumer:
             raise InvalidRequest(
                 f"a batch of {note.num_prompts} prompts can't be resumed", param="request_id"
             )
+        if not call.permit.may_use(note.model):
+            raise _unknown(record.request_id)
         call.request_id = record.request_id
         call.facts |= {"model": note.model, "after_event": after_event}
         left_s = (record.deadline_unix_ms - self._services.now_unix_ms()) / 1000
@@ -58,7 +61,7 @@ class Resumer:
         except SchemaError:
             found = None  # what can be no id is none
         if found is None or found[1].tenant != call.tenant:
-            raise RequestNotFound(f"no request {request_id[:64]!r} is known", param="request_id")
+            raise _unknown(request_id)
         return found
 
     async def _read_on(
@@ -79,6 +82,10 @@ class Resumer:
             )
             await answer.run()
             call.facts |= generation.facts
+
+
+def _unknown(request_id: str) -> RequestNotFound:
+    return RequestNotFound(f"no request {request_id[:64]!r} is known", param="request_id")
 
 
 def _last_event_id(call: Call) -> int:

@@ -18,10 +18,11 @@ from pipeline.bridge.errors import (
     ShuttingDown,
     UnknownPath,
 )
+from pipeline.bridge.metering import counted, find_model, visible_models
 from pipeline.bridge.openapi import document
 from pipeline.bridge.resume import PREFIX, SUFFIX, Resumer
 from pipeline.bridge.tokenize import DETOKENIZE, TOKENIZE, TokenizeEndpoints
-from schemas.errors import MeshError, ModelNotFound, QueueFull, RequestCancelled
+from schemas.errors import MeshError, QueueFull, RequestCancelled
 
 Handler = Callable[[Call], Awaitable[None]]
 
@@ -44,7 +45,7 @@ class Bridge:
         self, process: str, health: Health, services: Services, *, is_shared: bool = False
     ) -> None:
         self.is_draining = False
-        self._hides_metrics = is_shared
+        self._hides_metrics = is_shared or services.door.needs_key
         self._cors = services.cors
         self._services = services
         self._limits = services.limits
@@ -53,8 +54,8 @@ class Bridge:
         self._routes: dict[str, tuple[tuple[str, ...], Handler]] = {
             _MODELS: (_READ, self._list_models),
             _OPENAPI: (_READ, self._show_openapi),
-            TOKENIZE: (("POST",), TokenizeEndpoints(services).tokenize),
-            DETOKENIZE: (("POST",), TokenizeEndpoints(services).detokenize),
+            TOKENIZE: (("POST",), counted(TokenizeEndpoints(services).tokenize)),
+            DETOKENIZE: (("POST",), counted(TokenizeEndpoints(services).detokenize)),
             **{
                 one.path: (("POST",), Generator(one, services).answer) for one in ENDPOINTS.values()
             },
@@ -118,6 +119,7 @@ class Bridge:
     async def _answer(self, call: Call) -> None:
         outcome = RequestCancelled.code  # unless something below says otherwise
         try:
+            self._identify(call)
             with self._counted(call):
                 await self._route(call)(call)
             outcome = str(call.facts.get("finish_reason", "ok"))
@@ -131,7 +133,14 @@ class Bridge:
             )
             await self._refuse(call, MeshError("internal error; the server's log has more"))
         finally:
+            call.permit.end(None)  # what did not come to its own end
             self._record(call, outcome)
+
+    def _identify(self, call: Call) -> None:
+        permit = self._services.door.permit(call.headers.get(b"authorization"))
+        if permit.key_name:
+            call.facts |= {"key": permit.key_name, "tenant": permit.tenant}
+        call.permit = permit
 
     @contextmanager
     def _counted(self, call: Call) -> Iterator[None]:
@@ -193,14 +202,11 @@ class Bridge:
         await call.respond(200, document())
 
     async def _list_models(self, call: Call) -> None:
-        await call.respond(200, model_list(self._services.models.cards()))
+        await call.respond(200, model_list(visible_models(call, self._services.models)))
 
     async def _show_model(self, call: Call) -> None:
         name = call.path.removeprefix(_MODELS + "/")
-        card = self._services.models.get(name)
-        if card is None:
-            raise ModelNotFound(f"no model is called {name[:200]!r}", param="model")
-        await call.respond(200, model_object(card))
+        await call.respond(200, model_object(find_model(call, self._services.models, name)))
 
 
 def _not_allowed(call: Call, methods: tuple[str, ...]) -> MethodNotAllowed:

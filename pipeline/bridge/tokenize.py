@@ -8,9 +8,10 @@ from pipeline.bridge.call import Call
 from pipeline.bridge.checks import MAX_MODEL_NAME
 from pipeline.bridge.convert import NUM_IDS, chat_message, parse
 from pipeline.bridge.endpoints import Services
+from pipeline.bridge.metering import find_model
 from pipeline.limits import check_token_ids
 from schemas.codec import pack_ids, unpack_ids
-from schemas.errors import InvalidRequest, ModelNotFound
+from schemas.errors import InvalidRequest
 from schemas.openai import (
     Body,
     DetokenizeAnswer,
@@ -62,8 +63,7 @@ class TokenizeEndpoints:
         body = parse(await call.read_body(limits.max_body_bytes, limits.body_s), kind)
         model: str = body.model  # type: ignore[attr-defined]
         call.facts["model"] = model[:MAX_MODEL_NAME]
-        if self._services.models.get(model) is None:
-            raise ModelNotFound(f"no model is called {model[:200]!r}", param="model")
+        find_model(call, self._services.models, model)
         return body
 
 

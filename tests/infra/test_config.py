@@ -37,13 +37,13 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None
     """The last of default, file, environment, flag wins, for each setting on its own."""
     file = from_toml(
         tmp_path,
-        "[bridge]\nport = 1\nhost = '10.0.0.1'\nmax_open_requests = 7\n[mesh]\ndata = '/d'",
+        "[bridge]\nport = 1\nhost = '127.0.0.3'\nmax_open_requests = 7\n[mesh]\ndata = '/d'",
     )
-    env = {"MESH_BRIDGE_PORT": "2", "MESH_BRIDGE_HOST": "10.0.0.2", "MESH_DATA": "/e"}
+    env = {"MESH_BRIDGE_PORT": "2", "MESH_BRIDGE_HOST": "127.0.0.2", "MESH_DATA": "/e"}
     sources = Sources.gather(file=file, env=env, flags={"port": "3", "host": None})
     config = load(BridgeConfig, sources)
     assert config.port == 3
-    assert config.host == "10.0.0.2"
+    assert config.host == "127.0.0.2"
     assert config.max_open_requests == 7
     assert config.name == "bridge"
     assert config.bus.data == Path("/e")

@@ -54,7 +54,7 @@ def test_a_refusal_at_the_entrance_costs_nothing(budgets: Budgets) -> None:
     """Neither a request nor tokens nor a place; the answer shows what is left."""
     limited = key(requests_per_minute=10, tokens_per_minute=100, concurrent_requests=1)
     refused = MeteredPermit(limited, budgets)
-    with pytest.raises(OverLimit, match="this request needs 101"):
+    with pytest.raises(OverLimit, match="this request needs 101 at least"):
         refused.enter(Charge(101, 0))
     assert (remaining(refused, "requests"), remaining(refused, "tokens")) == (10, 100)
     refused.end(None)

@@ -15,6 +15,7 @@ from infra.http_server import http_server
 from infra.log import make_logger
 from infra.metrics import Metrics
 from infra.times import Times
+from pipeline.access.door import OpenDoor
 from pipeline.bridge.endpoints import Services
 from pipeline.bridge.limits import Limits
 from pipeline.bridge.listener import listen
@@ -126,6 +127,7 @@ class FakeStream:
         self.was_left = False
         self.is_closed = asyncio.Event()
         self.failed = False
+        self.num_tokens = 0
         self._script = script
         self._steps = iter(script.steps)
 
@@ -154,6 +156,7 @@ class FakeStream:
                 self.failed = True
                 raise step
             else:
+                self.num_tokens += sum(len(delta.ids) for delta in step)
                 return list(step)
         self.end = self._script.end
         return []
@@ -284,8 +287,10 @@ class House:
                 await stream.is_closed.wait()
 
 
-def build(client: FakeClient | None = None, limits: Limits | None = None) -> House:
-    """A bridge with a fake mesh behind it."""
+def build(
+    client: FakeClient | None = None, limits: Limits | None = None, door: OpenDoor | None = None
+) -> House:
+    """A bridge with a fake mesh behind it; without a ``door`` everybody may enter."""
     client = client or FakeClient()
     limits = limits or Limits()
     output = Log()
@@ -310,6 +315,7 @@ def build(client: FakeClient | None = None, limits: Limits | None = None) -> Hou
         now_unix_ms=lambda: NOW_UNIX_MS,
         limits=limits,
         windows=windows,
+        door=door or OpenDoor(),
     )
     bridge = Bridge("bridge-test", health, services)
     return House(bridge, client, metrics, health, limits, output, windows, adopted, given_up)
