@@ -49,14 +49,21 @@ def make_logger(
 
 
 def set_up_process(
-    process: str, *, level: str = "info", format: str = "json", echo: TextIO | None = None
+    process: str,
+    *,
+    level: str = "info",
+    format: str = "json",
+    stream: TextIO | None = None,
+    echo: TextIO | None = None,
 ) -> Logger:
     """The logger of a process that is all ours: modules' own ``structlog.get_logger`` and the
-    standard library's loggers (from warnings up) write the same lines to the same stdout."""
+    standard library's loggers (from warnings up) write the same lines to the same stream, stdout
+    unless given."""
+    stream = stream or sys.stdout
     structlog.configure(
-        processors=[_Field("process", process), *_processors(format, sys.stdout, echo)],
+        processors=[_Field("process", process), *_processors(format, stream, echo)],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
-        logger_factory=structlog.WriteLoggerFactory(sys.stdout),
+        logger_factory=structlog.WriteLoggerFactory(stream),
         cache_logger_on_first_use=True,
     )
     logger: Logger = structlog.get_logger()

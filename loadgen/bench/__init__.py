@@ -3,7 +3,9 @@
     crowd   thousands of requests that wait, a thousand streams at once: memory, errors
     engine  steps of the engine beside the same steps by transformers
     hop     how long a message takes from stage to stage, without load
+    serve   answers of a real engine through the bridge, beside another server
     slow    what clients that do not read cost those who do
+    idle    what a mesh at rest costs
     stream  what a streamed token costs in CPU, and how fast many streams are
 
 ``BENCHES`` maps the name of a bench to its module, which is imported when the bench is asked for.
@@ -18,7 +20,9 @@ BENCHES: dict[str, str] = {
     "crowd": "loadgen.bench.crowd",
     "engine": "loadgen.bench.engine",
     "hop": "loadgen.bench.hop",
+    "serve": "loadgen.bench.serve",
     "slow": "loadgen.bench.slow",
+    "idle": "loadgen.bench.idle",
     "stream": "loadgen.bench.stream",
 }
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from infra.failure import EXIT_INTERRUPTED, report
+from infra.log import set_up_process
 from loadgen.bench.peer_command import PeerSpeed, run_peer
 from loadgen.bench.result import BenchResult, Figure
 from loadgen.machine import MachineNote, OthersMeter, cpu_flags
@@ -31,6 +32,7 @@ def command(
         str, typer.Option(help="built-in name, folder, .gguf file or hub id")
     ] = "smollm2-135m",
     dtype: Annotated[str, typer.Option(help="numbers of our engine, as of a worker")] = "auto",
+    kernels: Annotated[str, typer.Option(help="of our engine, as of a worker")] = "auto",
     threads: Annotated[int, typer.Option(help="threads of each; default: all cores")] = 0,
     batches: Annotated[str, typer.Option(help="sequences in a decode step")] = "1,8,32",
     context: Annotated[int, typer.Option(help="tokens before a decode")] = 250,
@@ -58,6 +60,7 @@ def command(
         plan = EnginePlan(
             folder=_folder(model),
             dtype=dtype,
+            kernels=kernels,
             threads=num_threads,
             batches=_numbers(batches),
             context=context,
@@ -65,6 +68,7 @@ def command(
             turns=turns,
             references=tuple(filter(None, references.split(","))),
         )
+        set_up_process("bench-engine", format="console", stream=sys.stderr)  # stdout: figures
         from workers.engine.bench.measure import measure_engine
 
         meter = OthersMeter()
@@ -161,6 +165,7 @@ def _settings(plan: EnginePlan) -> dict[str, object]:
     return {
         "model": plan.folder.name,
         "dtype": plan.dtype,
+        "kernels": plan.kernels,
         "threads": plan.threads,
         "context": plan.context,
         "prompt_len": plan.prompt_len,

@@ -101,6 +101,7 @@ def _our_engine(plan: EnginePlan, text_ids: list[int]) -> Engine:
     return build_torch_engine(
         plan.folder,
         dtype=plan.dtype,
+        kernels=plan.kernels,
         num_blocks=num_blocks,
         block_size=plan.block_size,
         num_threads=plan.threads,

@@ -19,7 +19,8 @@ class EnginePlan:
     """
 
     folder: Path
-    dtype: str = "auto"  # of our engine
+    dtype: str = "auto"  # of our engine, as are the kernels
+    kernels: str = "auto"
     threads: int = 1
     batches: tuple[int, ...] = (1, 8, 32)
     context: int = 250  # tokens that each decode has before it
