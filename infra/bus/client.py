@@ -248,7 +248,7 @@ async def open_client(
                         dont_randomize=True,
                         inbox_prefix=f"_INBOX_{role}",
                         error_cb=first.failed,
-                        disconnected_cb=events.disconnected,
+                        disconnected_cb=first.disconnected,
                         reconnected_cb=events.reconnected,
                         closed_cb=events.closed,
                     )
@@ -281,6 +281,10 @@ class _FirstConnect:
         self.error = error
         if _is_refusal(error):
             raise error
+
+    async def disconnected(self) -> None:
+        if self.is_done:
+            await self._events.disconnected()
 
 
 def places(urls: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from infra.commands.operator import CONNECT_S
 from infra.config import BusConfig
 from infra.failure import EXIT_INTERRUPTED, first_mesh_error, report
 from infra.settings import Sources, load
@@ -78,9 +79,11 @@ async def _generate(
     json: bool,
     make: Callable[[str, int], InferenceRequest],
 ) -> None:
+    from infra.times import Times
     from pipeline.client import MeshClient
 
-    async with MeshClient.connect(settings.url("client")) as mesh:
+    times = Times(connect_timeout_s=CONNECT_S).scaled(settings.time_scale)
+    async with MeshClient.connect(settings.url("client"), times=times) as mesh:
         chosen = model or await _only_model(mesh)
         request = make(chosen, mesh.bus.now_unix_ms() + int(timeout_s * 1000))
         pieces = []

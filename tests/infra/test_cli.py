@@ -91,6 +91,16 @@ def test_an_error_is_one_line_and_exit_code_2(arguments: list[str], words: str) 
     assert ended.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", [["generate", "x"], ["status"], ["dead", "list"]])
+def test_a_broker_that_is_not_there_is_one_line(command: list[str]) -> None:
+    """A person is told where nobody answers, and nothing else."""
+    ended = mesh(*command, "--nats", "nats://client:x@127.0.0.1:1")
+    assert ended.returncode == 1
+    assert ended.stdout == ""
+    [line] = ended.stderr.splitlines()
+    assert "no connection to the bus at 127.0.0.1:1: not reachable" in line
+
+
 def test_a_variable_with_a_mistake_is_said() -> None:
     """Variables are checked as flags are."""
     ended = mesh("worker", MESH_WORKER_DTYPE="int3")
