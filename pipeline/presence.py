@@ -2,7 +2,7 @@
 
 Away is who did not run (stopped, or starved of the processor), whose connection broke, and who
 hears nothing although the connection stands: a frozen broker shows only after seconds. What is
-said to ourselves on the bus, four times per beat, and comes back tells these apart from silence.
+said to ourselves on the bus, twice per beat, and comes back tells these apart from silence.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Presence:
                 self.look()
                 with contextlib.suppress(BusUnavailable):  # then we are away, and know it
                     await self._bus.publish(inbox)
-                await asyncio.sleep(self._bus.times.beat_s / 4)
+                await asyncio.sleep(self._bus.times.beat_s / 2)
         finally:
             await subscription.unsubscribe()
 

@@ -147,7 +147,7 @@ class WorkPull:
     async def _until_something(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(self._expiry_s / 2):
+            async with asyncio.timeout(self._expiry_s):
                 await self._awake.wait()
         except TimeoutError:
             if self._credit > 0 and loop.time() - self._heard_s > 3 * self._expiry_s:
