@@ -13,11 +13,11 @@ RANDOM = "random"
 MAX_COUNT = 10_000
 QUICK_FAULTS = (
     "kill-decode", "kill-bridge", "freeze-prefill", "term-decode", "kill-control",
-    "client-leaves", "freeze-decode", "kill-prefill", "freeze-bridge", "kill-broker",
+    "client-leaves", "freeze-decode", "kill-broker",
 )  # fmt: skip
 # Processes with the real engine take longer to start: what must come back comes last.
 QUICK_TORCH_FAULTS = (
-    "freeze-decode", "client-leaves", "freeze-prefill", "kill-broker", "kill-bridge", "kill-decode",
+    "freeze-decode", "client-leaves", "freeze-prefill", "kill-decode",
 )  # fmt: skip
 QUICK_TIME_SCALE = 0.25  # a freeze takes 2.5 s then
 QUICK_SPEED = 2.0
