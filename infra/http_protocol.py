@@ -7,8 +7,9 @@
     one too many          503 with Retry-After; far too many are closed at once
 
 Answers given here have OpenAI's error shape and an ``x-request-id``, as all others. A whole request
-that came before bad bytes is answered first. Bodies are the application's part; what still arrives
-behind an early answer is read away for ``head_s``, so that the client gets to see that answer.
+that came before bad bytes is answered first. Bodies are the application's part. What still arrives
+behind an early answer is read away for ``head_s``: a connection closed over unread bytes is reset,
+and its client might never see the answer.
 """
 
 from __future__ import annotations
@@ -100,11 +101,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self.timeout_keep_alive = self.bounds.idle_s  # type: ignore[assignment]
         self._in_head = False  # between its first byte and the empty line
         self._in_body = False  # until the end of the message; at once where there is no body
-        self._began = False  # a head, within the bytes at hand
+        self._has_progress = False  # within the bytes at hand: what came before it is done
         self._fed_bytes = 0  # of an unfinished head; of a body since its last progress
         self._timer: asyncio.TimerHandle | None = None
         self._refusal: MeshError | None = None
         self._is_deaf = False  # closes after the answer on its way
+        self._is_refused = False  # has been told; waits for the client to close
 
     # --- the connection -----------------------------------------------------------------------
 
@@ -130,13 +132,13 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._is_deaf:
             return
         self._unset_keepalive_if_required()
-        self._began = False
+        self._has_progress = False
         try:
             self._feed(data)
         except httptools.HttpParserError as error:
             self._refuse(self._refusal or NoHttp(f"this is no HTTP request: {error}"))
             return
-        if (self._in_head or self._in_body) and not self._began:
+        if (self._in_head or self._in_body) and not self._has_progress:
             self._fed_bytes += len(data)
             if self._fed_bytes > self.bounds.max_head_bytes:
                 self._refuse(_too_large(self.bounds.max_head_bytes))
@@ -144,27 +146,26 @@ class BoundedProtocol(HttpToolsProtocol):
         self._wait_on()
 
     def _feed(self, data: bytes) -> None:
-        """Upgrades are not served: what asks for one is a request as any other."""
-        while data:
-            try:
-                self.parser.feed_data(data)
-            except httptools.HttpParserUpgrade as upgrade:
-                data = data[upgrade.args[0] :]
-            else:
-                return
+        """Upgrades are not served: what asks for one is a request as any other, but the last, for
+        the parser takes its body for the other protocol's first bytes."""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._is_deaf = True
+            self.cycle.keep_alive = False
 
     # --- the parser's words -------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         """The first byte of a request."""
         super().on_message_begin()
-        self._in_head = self._began = True
+        self._in_head = True
         self._fed_bytes = 0
 
     def on_headers_complete(self) -> None:
         """The empty line behind the headers."""
-        self._in_head, self._began = False, True
-        self._fed_bytes = 0
+        self._in_head = False
+        self._note_progress()
         self._stop_timer()
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self.bounds.max_head_bytes:
@@ -175,18 +176,17 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_chunk_header(self) -> None:
         """The size of a chunk."""
-        self._began = True
-        self._fed_bytes = 0
+        self._note_progress()
 
     def on_body(self, body: bytes) -> None:
         """A part of the body."""
-        self._began = True
-        self._fed_bytes = 0
+        self._note_progress()
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         """The last byte of a request."""
         self._in_body = False
+        self._note_progress()
         super().on_message_complete()
         if self._is_quiet:  # it was refused before
             self._stop_timer()
@@ -195,6 +195,10 @@ class BoundedProtocol(HttpToolsProtocol):
         """An answer has been given; of its request, or of the next, a part may have come."""
         super().on_response_complete()
         self._wait_on()
+
+    def _note_progress(self) -> None:
+        self._has_progress = True
+        self._fed_bytes = 0
 
     # --- bounds -------------------------------------------------------------------------------
 
@@ -234,9 +238,31 @@ class BoundedProtocol(HttpToolsProtocol):
             self.cycle.keep_alive = False
             return
         has_begun = not self._is_quiet and self.cycle.response_started
-        if not self.pipeline and not has_begun:
-            self.transport.write(self._answer(error))
-        self.transport.close()
+        if self.pipeline or has_begun:
+            self.transport.close()
+            return
+        self.transport.write(self._answer(error))
+        self._linger()
+
+    def _linger(self) -> None:
+        """Wait until the client has closed, too, for ``head_s`` at most."""
+        self._is_refused = True
+        if not self._is_quiet:  # the application need not wait for the rest of a body
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+            self._stop_timer()
+            self._timer = self.loop.call_later(self.bounds.head_s, self.transport.close)
+        else:
+            self.transport.close()
+
+    def shutdown(self) -> None:
+        """The server ends: so does the connection, after the answer on its way."""
+        if self._is_refused:
+            self.transport.close()
+        else:
+            super().shutdown()
 
     def _answer(self, error: MeshError) -> bytes:
         body = plain_error(error)

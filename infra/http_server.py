@@ -57,6 +57,20 @@ def inherited_socket(env: Mapping[str, str] = os.environ) -> socket.socket | Non
 
 
 class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._told = asyncio.Event()
+
+    def leave(self) -> None:
+        """Stop serving."""
+        self.should_exit = True
+        self._told.set()
+
+    async def main_loop(self) -> None:
+        """Until told to leave. The library looks ten times a second, for the sake of headers and
+        limits that are not used here: most of what a process at rest would do."""
+        await self._told.wait()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         """Signals belong to the process, see ``infra/process.py``."""
@@ -104,6 +118,15 @@ async def http_server(
 
     acceptor = Acceptor(bound, make_protocol, tls=tls, handshake_s=bounds.head_s)
     server = _Server(config)
+    with contextlib.closing(bound):
+        async with _running(server, acceptor, bound):
+            yield
+
+
+@contextlib.asynccontextmanager
+async def _running(
+    server: _Server, acceptor: Acceptor, bound: socket.socket
+) -> AsyncGenerator[None, None]:
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(acceptor.run(), name="http acceptor")
         tasks.create_task(server.serve(sockets=[bound]), name="http server")
@@ -111,4 +134,4 @@ async def http_server(
             yield
         finally:
             acceptor.close()  # at once: others may share the socket
-            server.should_exit = True
+            server.leave()
