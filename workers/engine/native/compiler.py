@@ -28,7 +28,6 @@ _OPTIONS = (
     "-ffp-contract=off",  # every rounding is written down
     "-fno-math-errno",
     "-fPIC",
-    "-shared",
     "-pthread",
     "-fvisibility=hidden",
     "-Wno-psabi",  # vectors are never passed between libraries
@@ -69,7 +68,7 @@ def compiled_library(cache_dir: Path, *, more_options: Sequence[str] = ()) -> Pa
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with locked(cache_dir / f"{key}.lock"):
-            return _intact(cache_dir, key) or _compile(compiler, options, cache_dir, key)
+            return _intact(cache_dir, key) or _compile(options, cache_dir, key)
     except OSError as error:
         raise NativeUnavailable(f"{cache_dir}: {error.strerror or error}") from error
 
@@ -134,13 +133,12 @@ def _content_digest(file: Path) -> str:
     return hashlib.blake2b(file.read_bytes(), digest_size=12).hexdigest()
 
 
-def _compile(compiler: str, options: Sequence[str], cache_dir: Path, key: str) -> Path:
+def _compile(options: Sequence[str], cache_dir: Path, key: str) -> Path:
     """Compile beside the target, then rename; whoever loads the library sees all of it."""
-    _log.info("native_library_compiling", compiler=compiler)
+    _log.info("native_library_compiling", compiler=find_compiler())
     with tempfile.TemporaryDirectory(prefix=f"{key}.part-", dir=cache_dir) as work:
-        objects = _compile_each(compiler, options, Path(work))
         part = Path(work) / "library.so"
-        _output([compiler, *options, *map(str, objects), "-o", str(part)])
+        compile_files(sorted(SOURCES.glob("*.cpp")), options, part, linking=("-shared",))
         for stale in cache_dir.glob(f"{key}-*.so"):
             stale.unlink()
         target = cache_dir / f"{key}-{_content_digest(part)}.so"
@@ -149,18 +147,26 @@ def _compile(compiler: str, options: Sequence[str], cache_dir: Path, key: str) -
     return target
 
 
-def _compile_each(compiler: str, options: Sequence[str], work: Path) -> list[Path]:
-    """One process per source file and core."""
-    waiting = sorted(SOURCES.glob("*.cpp"), key=lambda file: -file.stat().st_size)
-    objects = [work / f"{file.stem}.o" for file in waiting]
-    num_cores = len(os.sched_getaffinity(0))
+def compile_files(
+    files: Sequence[Path], options: Sequence[str], target: Path, *, linking: Sequence[str] = ()
+) -> None:
+    """Compile each file in a process of its own, as many at once as there are cores, and link them
+    into ``target``; objects are written beside it.
+
+    Raises:
+        NativeUnavailable: no compiler, or an error in a file.
+    """
+    compiler = find_compiler()
+    largest_first = sorted(files, key=lambda file: -file.stat().st_size)
+    objects = [target.parent / f"{file.stem}.o" for file in largest_first]
     commands = [
         [compiler, *options, "-c", str(file), "-o", str(made)]
-        for file, made in zip(waiting, objects, strict=True)
+        for file, made in zip(largest_first, objects, strict=True)
     ]
+    num_cores = len(os.sched_getaffinity(0))
     for first in range(0, len(commands), num_cores):
         _run_together(commands[first : first + num_cores])
-    return objects
+    _output([compiler, *options, *linking, *map(str, objects), "-o", str(target)])
 
 
 def _run_together(commands: Sequence[Sequence[str]]) -> None:

@@ -127,7 +127,7 @@ class _Packer:
         for role, norm in norms.items():
             if norm is not None:
                 self._native.set_norm(number, role, norm.weight)
-        window = getattr(attention, "sliding_window", None)
+        window = _window_of(attention)
         if window is not None:
             self._native.set_window(number, window)
 
@@ -158,3 +158,11 @@ class _Packer:
         kind = KIND_OF_DTYPE[rows.dtype]
         bias = getattr(module, "bias", None)
         return Weights(kind=kind, source=kind, rows=rows, num_inputs=rows.shape[1], bias=bias)
+
+
+def _window_of(attention: Any) -> int | None:
+    """How many tokens a query of this layer sees; None: all before it. Where layers differ they
+    say it themselves, else it stands in the configuration alone."""
+    if hasattr(attention, "sliding_window"):
+        return attention.sliding_window  # type: ignore[no-any-return]
+    return getattr(attention.config, "sliding_window", None)
