@@ -23,7 +23,7 @@ _RATES = [
 ]
 EXPOSED = (
     "x-request-id", "x-mesh-request-id", "x-mesh-resume-window", "retry-after",
-    "openai-processing-ms", *_RATES,
+    "retry-after-ms", "x-should-retry", "openai-processing-ms", *_RATES,
 )  # fmt: skip
 
 
