@@ -227,12 +227,14 @@ class TakeOver:
             self._metrics.live_workers.labels(role).set(alive)
 
     def _is_fresh(self, holding: Holding, now_s: float) -> bool:
-        """Whether a worker claimed it after we had given the worker up: it lives, and does not
-        know yet. It is left ``dead_s`` to bring tokens, or to notice; else the same worker would
-        take the request again and again, until that looked like poison."""
-        died_s = self._fleet.died_s(holding.claim.worker)
+        """Whether the claim itself is a sign of life: its worker made it just now, and before its
+        first beat, or after we had given it up, which it does not know yet. It is left ``dead_s``
+        to beat, to bring tokens, or to notice; else the same worker would take the request again
+        and again, until that looked like poison."""
         heard_s = self._claimed_s.get(holding.request_id, -math.inf)
-        return died_s is not None and max(died_s, now_s - self._bus.times.dead_s) < heard_s
+        died_s = self._fleet.died_s(holding.claim.worker)
+        is_news = died_s is None or heard_s > died_s
+        return is_news and now_s - heard_s < self._bus.times.dead_s
 
     async def _end_abandoned(self, now_s: float) -> None:
         """Requests whose bridge is dead, and which no other one reads."""

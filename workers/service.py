@@ -41,6 +41,7 @@ async def serve(ctx: RoleContext, config: WorkerConfig, host: Host) -> None:
         while not ctx.draining.is_set():
             incarnation = Incarnation(ctx, config, host)
             ctx.describe = incarnation.describe
+            ctx.health.changed.set()  # beat under the new id at once, before its first claim
             await incarnation.run()
             if host.readiness.is_engine_stuck and not ctx.draining.is_set():
                 ctx.describe = _nobody  # the id is given up, and there is no other yet

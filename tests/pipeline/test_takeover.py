@@ -289,6 +289,17 @@ async def test_who_claims_after_it_was_given_up_has_time_to_notice(
     await watch.until(lambda: not takeover._claimed_s)
 
 
+async def test_a_claim_is_a_first_sign_of_life(watch: Watch, times: Times) -> None:
+    """A worker that comes back under a new id may claim before its first beat is heard."""
+    await watch.start()
+    await watch.ticks(6)  # who was never heard by now counts as dead
+    claimed_s = time.monotonic()
+    request_id, _ = await watch.claims("new")
+    watch.worker("alive")  # somebody is heard
+    await watch.until(lambda: watch.placed(request_id), 30)
+    assert time.monotonic() - claimed_s >= times.dead_s
+
+
 async def test_what_was_missed_is_read(watch: Watch) -> None:
     """A claim and an end that were dropped on the way are found in the stream."""
     takeover, _ = await watch.start()
