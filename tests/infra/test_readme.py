@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import MISSING
 from pathlib import Path
@@ -22,14 +21,14 @@ from infra.config import (
     WorkerConfig,
     read_bus_env,
 )
-from infra.mesh_file import MESH_FILE, RunningMesh, read_mesh_file
+from infra.mesh_file import RunningMesh
 from infra.settings import settings_of
 from schemas.codec import decode_json
 from schemas.requests import InferenceRequest
+from tests.running_mesh import MESH, running_mesh
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-MESH = Path(sys.executable).with_name("mesh")
 
 
 def block(name: str) -> str:
@@ -79,19 +78,8 @@ def test_the_json_is_a_request() -> None:
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningMesh, Path]]:
     """`mesh up` with the default model and simulated engines."""
     data = tmp_path_factory.mktemp("mesh")
-    command = [str(MESH), "up", "--engine", "simulated", "--speed", "10", "--port", "0"]
-    with (data / "out").open("w") as out:
-        process = subprocess.Popen([*command, "--data", str(data)], stdout=out, stderr=out)
-    try:
-        ends = time.monotonic() + 90  # the conversion of the weights, when nobody did it before
-        while (mesh := read_mesh_file(data)) is None:
-            assert process.poll() is None, (data / "out").read_text()
-            assert time.monotonic() < ends, f"no {MESH_FILE}: {(data / 'out').read_text()}"
-            time.sleep(0.05)
+    with running_mesh(data, "--speed", "10") as mesh:
         yield mesh, data
-    finally:
-        process.terminate()
-        process.wait(30)
 
 
 @pytest.mark.parametrize("name", ["http", "client", "plain"])
