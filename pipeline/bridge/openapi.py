@@ -96,7 +96,8 @@ def _paths() -> Json:
         "/health": {"get": _operation("health", "Whether the process runs", _json(_PROCESS))},
         "/ready": {"get": _ready()},
         "/metrics": {"get": _operation("metrics", "Of this process, for Prometheus; not there "
-                                       "where several share the port", {"text/plain": {}})},
+                                       "where several share the port or keys are needed",
+                                       {"text/plain": {}})},
         "/openapi.json": {"get": _operation("openapi", "This page", _json({"type": "object"}))},
     }  # fmt: skip
 
