@@ -35,7 +35,7 @@ class Beat(Message, frozen=True, kw_only=True, tag="beat/1"):
     worker: str = ""  # workers: the worker id in subjects
     roles: tuple[str, ...] = ()  # workers: "prefill", "decode"
     served: str = ""  # workers: <model@rev>
-    engine: str = ""  # workers: "torch", "simulated"
+    engine: str = ""  # workers, for people: "native q4", "torch fp32", "simulated"
     fingerprint: str = ""  # workers: of the KV layout
     load: Load = Load()
     reason: str = ""  # why not ready

@@ -108,7 +108,7 @@ class Incarnation:
             worker=self.worker,
             roles=self._config.roles,
             served=self._host.served,
-            engine=info.kind,
+            engine=info.label,
             fingerprint=info.fingerprint,
             load=load,
             max_sequence_tokens=info.max_sequence_tokens,

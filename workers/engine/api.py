@@ -114,6 +114,12 @@ class EngineInfo:
     num_blocks: int
     block_bytes: int
     fingerprint: str  # readers of our blocks must have the same
+    dtype: str = ""  # of the weights; "" where there are none
+
+    @property
+    def label(self) -> str:
+        """What it is called before people, such as "native q4"."""
+        return f"{self.kind} {self.dtype}".rstrip()
 
     @property
     def max_sequence_tokens(self) -> int:

@@ -14,6 +14,7 @@ import hashlib
 from dataclasses import astuple, dataclass
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,11 @@ class KvLayout:
         """Bytes of one block, all layers."""
         num_items = self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim
         return num_items * _ITEM_BYTES[self.dtype]
+
+    @property
+    def weights_dtype(self) -> str:
+        """What the weights are kept in, as settings name it."""
+        return self.weights or _SHORT[self.dtype]
 
     @property
     def fingerprint(self) -> str:

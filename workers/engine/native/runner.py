@@ -54,6 +54,7 @@ class NativeRunner:
             num_blocks=len(slots),
             block_bytes=layout.block_bytes,
             fingerprint=layout.fingerprint,
+            dtype=layout.weights_dtype,
         )
 
     def execute(self, batch: Seq[ScheduledSequence]) -> list[Sampled]:
