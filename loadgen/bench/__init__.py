@@ -1,5 +1,6 @@
 """Benches: each measures one part of the mesh on this machine, and prints people's text or JSON.
 
+    bus     what one hop costs over work queue, core NATS and TCP; tokens of many to many
     crowd   thousands of requests that wait, a thousand streams at once: memory, errors
     engine  steps of the engine beside the same steps by transformers
     hop     how long a message takes from stage to stage, without load
@@ -17,6 +18,7 @@ and was given none starts its own with ``loadgen.bench.own_mesh``.
 from __future__ import annotations
 
 BENCHES: dict[str, str] = {
+    "bus": "loadgen.bench.bus",
     "crowd": "loadgen.bench.crowd",
     "engine": "loadgen.bench.engine",
     "hop": "loadgen.bench.hop",
