@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 _COLUMNS_PER_TOKEN = 4
-_LEAST_ROWS = 2  # of the table: with one, each logit would be the largest of its column
 _MAX_EXCESS = 8
 _LOWEST = np.finfo(np.float32).min
 _BEHIND_ALL = np.uint64(2**64 - 1)
@@ -88,11 +87,14 @@ def _keys(logits: npt.NDArray[np.float32], ids: npt.NDArray[np.int64]) -> npt.ND
 def _bounds(logits: Tensor, at_least: int) -> npt.NDArray[np.float32]:
     """[num_rows]: a logit that ``at_least`` tokens of the row reach; -inf for all."""
     num_rows, vocab_size = logits.shape
+    if at_least >= vocab_size:
+        return np.full(num_rows, -np.inf, np.float32)
     num_columns = _COLUMNS_PER_TOKEN * at_least
     table_rows = vocab_size // num_columns
-    if table_rows < _LEAST_ROWS:
-        return np.full(num_rows, -np.inf, np.float32)
-    table = logits[:, : table_rows * num_columns].view(num_rows, table_rows, num_columns)
-    place = num_columns - at_least
-    bounds: npt.NDArray[np.float32] = np.partition(table.amax(1).numpy(), place, axis=1)[:, place]
+    largest = logits
+    if table_rows > 1:  # else each logit would be the largest of its column
+        table = logits[:, : table_rows * num_columns].view(num_rows, table_rows, num_columns)
+        largest = table.amax(1)
+    place = largest.shape[1] - at_least
+    bounds: npt.NDArray[np.float32] = np.partition(largest.numpy(), place, axis=1)[:, place]
     return bounds

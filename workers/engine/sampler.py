@@ -30,12 +30,12 @@ from workers.engine.api import Sampled, ScheduledSequence
 from workers.engine.candidates import Candidates, likeliest
 from workers.engine.penalties import adjust_logits
 
-NUM_CANDIDATES = (256, 1024, 4096)
+NUM_CANDIDATES = (256, 2048, 16384)
 """How many of the likeliest tokens are looked at, one after the other, before all are."""
 
 _NOT_KNOWN = -1  # in place of a token id
 _RUN = 1024  # tokens whose weights are summed as one
-_SLAB = 4  # rows whose weights are made at a time, so that they stay in the processor's cache
+_SLAB = 8  # rows whose weights are made at a time, so that they stay in the processor's cache
 _GREEDY_BELOW = 1e-5  # a temperature that would overflow float32 where it changed anything
 
 

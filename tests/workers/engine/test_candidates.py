@@ -12,7 +12,7 @@ from workers.engine.candidates import likeliest
 
 @given(
     vocab_size=st.sampled_from([1, 7, 64, 65, 500, 1111]),
-    at_least=st.sampled_from([1, 8, 60]),
+    at_least=st.sampled_from([1, 8, 60, 400]),
     seed=st.integers(0, 2**31),
     step=st.sampled_from([0.0, 0.5, 2.0]),
     share_masked=st.sampled_from([0.0, 0.5, 0.995]),
