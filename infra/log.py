@@ -18,6 +18,8 @@ import msgspec
 import structlog
 from structlog.typing import FilteringBoundLogger, Processor
 
+from infra.steady import SteadyStream
+
 Logger = FilteringBoundLogger
 
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
@@ -63,7 +65,7 @@ def set_up_process(
     structlog.configure(
         processors=[_Field("process", process), *_processors(format, stream, echo)],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
-        logger_factory=structlog.WriteLoggerFactory(stream),
+        logger_factory=structlog.WriteLoggerFactory(SteadyStream(stream)),  # type: ignore[arg-type]
         cache_logger_on_first_use=True,
     )
     logger: Logger = structlog.get_logger()

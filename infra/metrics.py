@@ -7,10 +7,11 @@ with a registry of its own, so that tests can make as many as they like.
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 
+from infra.steady import Counter, Gauge, Histogram
 from infra.tally import TallyHistogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -31,6 +31,7 @@ from schemas.headers import WorkHeaders
 from schemas.prefill import PrefillTask
 from schemas.tokens import Accepted, Expired, StreamError
 from tests.conftest import Until
+from tests.infra.test_steady import break_metrics
 from tests.pipeline.rig import (
     READER,
     SERVED,
@@ -144,6 +145,20 @@ async def test_headers_go_on_with_the_request(ctx: StageContext, ear: Ear, until
         deadline_unix_ms=deadline,
         traceparent=TRACE,
     )
+
+
+async def test_broken_metrics_stop_no_stage(
+    ctx: StageContext, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every call raises, and message after message is handled."""
+    break_metrics(monkeypatch)
+    handler = Handler()
+    ids = [new_id() for _ in range(3)]
+    for request_id in ids:
+        await send(ctx.bus, SUBJECT, prefill_task(request_id))
+    async with running(make_stage(ctx, handler)):
+        await until_gone(ctx.bus)
+    assert handler.ids == ids
 
 
 async def test_handled_twice_is_published_once(ctx: StageContext, ear: Ear, until: Until) -> None:

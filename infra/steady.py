@@ -1,0 +1,112 @@
+"""What only tells must not stop what works.
+
+A count that is refused, or a log line that a full disk does not take, is dropped. That a count was
+is said on stderr, once per metric: it is a mistake in our own code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Any, Self, TextIO
+
+import prometheus_client
+
+_said: set[str] = set()
+
+
+def _say(metric: str, error: Exception) -> None:
+    if metric not in _said:
+        _said.add(metric)
+        with contextlib.suppress(OSError, ValueError):
+            print(f"error: metric_dropped metric={metric} reason={error!r}", file=sys.stderr)
+
+
+class _Labelled:
+    """``labels`` of the classes below."""
+
+    _name: str
+
+    def labels(self, *values: Any, **named: Any) -> Self:
+        """See ``prometheus_client``; labels that do not fit give what counts for nothing."""
+        try:
+            return super().labels(*values, **named)  # type: ignore[misc, no-any-return]
+        except Exception as error:
+            _say(self._name, error)
+            return _NOTHING  # type: ignore[return-value]
+
+
+class Counter(_Labelled, prometheus_client.Counter):
+    """A counter that never raises."""
+
+    def inc(self, *args: Any, **named: Any) -> None:
+        """See ``prometheus_client``."""
+        try:
+            super().inc(*args, **named)
+        except Exception as error:
+            _say(self._name, error)
+
+
+class Gauge(_Labelled, prometheus_client.Gauge):
+    """A gauge that never raises."""
+
+    def set(self, value: float) -> None:
+        """See ``prometheus_client``."""
+        try:
+            super().set(value)
+        except Exception as error:
+            _say(self._name, error)
+
+    def inc(self, amount: float = 1) -> None:
+        """See ``prometheus_client``."""
+        try:
+            super().inc(amount)
+        except Exception as error:
+            _say(self._name, error)
+
+    def dec(self, amount: float = 1) -> None:
+        """See ``prometheus_client``."""
+        try:
+            super().dec(amount)
+        except Exception as error:
+            _say(self._name, error)
+
+
+class Histogram(_Labelled, prometheus_client.Histogram):
+    """A histogram that never raises."""
+
+    def observe(self, *args: Any, **named: Any) -> None:
+        """See ``prometheus_client``."""
+        try:
+            super().observe(*args, **named)
+        except Exception as error:
+            _say(self._name, error)
+
+
+class _Nothing:
+    """In place of a metric that can't be had."""
+
+    def inc(self, *_: Any) -> None: ...
+    def dec(self, *_: Any) -> None: ...
+    def set(self, *_: Any) -> None: ...
+    def observe(self, *_: Any) -> None: ...
+
+
+_NOTHING = _Nothing()
+
+
+class SteadyStream:
+    """A stream whose writes never raise: what a full disk or a closed pipe refuses is lost."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> None:
+        """Write, or not."""
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.write(text)
+
+    def flush(self) -> None:
+        """Flush, or not."""
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.flush()
