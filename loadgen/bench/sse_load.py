@@ -21,7 +21,7 @@ from loadgen.loop import fast_loop
 
 _EVENT = b"data: {"
 _DONE = b"data: [DONE]"
-_CARRY = max(len(_EVENT), len(_DONE)) - 1  # an event may be torn by the socket's reads
+_CARRY = len(_EVENT) - 1  # an event may be torn by the socket's reads, and is to count once
 _ANSWER_S = 120.0
 _PATH = "/v1/completions"
 
@@ -59,7 +59,9 @@ class LoadFigures(msgspec.Struct, frozen=True, kw_only=True):
 class _Stream:
     """One answer as it comes."""
 
-    __slots__ = ("_gaps_s", "_last_s", "_tail", "is_done", "num_events", "num_together", "ttft_s")
+    __slots__ = (
+        "_end", "_gaps_s", "_last_s", "_tail", "is_done", "num_events", "num_together", "ttft_s",
+    )  # fmt: skip
 
     def __init__(self, gaps_s: array[float]) -> None:
         self.ttft_s = 0.0
@@ -69,6 +71,7 @@ class _Stream:
         self._gaps_s = gaps_s
         self._last_s = time.perf_counter()
         self._tail = b""
+        self._end = b""
 
     def on_body(self, status: int, body: bytes) -> None:
         if status != 200:
@@ -76,7 +79,8 @@ class _Stream:
             return
         data = self._tail + body
         count = data.count(_EVENT)
-        self._tail = b"" if data.endswith(b"\n\n") else data[-_CARRY:]
+        self._tail = data[-_CARRY:]
+        self._end = (self._end + body)[-len(_DONE) - 4 :]
         if count:
             now_s = time.perf_counter()
             if self.num_events:
@@ -86,7 +90,7 @@ class _Stream:
             self.num_events += count
             self.num_together += count - 1
             self._last_s = now_s
-        if _DONE in data[-32:]:
+        if _DONE in self._end:
             self.is_done = True
 
     @property
