@@ -17,5 +17,6 @@ resume          how it reads on, where a server can
 sse_text        a streamed answer's events; ``deltas``: the bus's
 answer          what a client read, and its difference from the undisturbed answer
 leaks           blocks and leases that stayed
+peer            the processes of another server, for ``loadgen.peers_chaos``
 report          tally, table, JSON
 """

@@ -470,15 +470,18 @@ async def test_cancelled_while_its_blocks_are_copied(
 
 @pytest.mark.parametrize("is_told", [True, False])
 async def test_cancelled_while_it_is_decoded(place: Workplace, is_told: bool) -> None:
-    """A beat after the word nothing is held; should the word be lost, within one lease."""
+    """A beat after the word nothing is held; should the word be lost, within one lease. No step
+    is computed for it but the one that was under way."""
     _, decode_worker = await pair(place)
     decode_worker.runner.close_after(3)
     record = await place.ask(max_tokens=60)
     await place.until_tokens(record, 4)
     await place.cancel(record, tells=decode_worker if is_told else None)
     await until(lambda: decode_worker.owed == 0)
+    num_steps = decode_worker.runner.num_steps
     decode_worker.runner.open()
     await place.until_idle(A_BEAT_S)
+    assert decode_worker.runner.num_steps <= num_steps + 1
     assert isinstance((await place.stored(record)).view.terminal, Cancelled)
     assert len(decode_worker.incarnations) == 1
 

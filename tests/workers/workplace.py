@@ -70,6 +70,7 @@ class GatedRunner(StrictRunner):
         self.gate.set()
         self.is_waiting = False
         self.num_left: int | None = None  # steps until the gate closes by itself
+        self.num_steps = 0  # that were computed
 
     def execute(self, batch: Sequence[ScheduledSequence]) -> list[Sampled]:
         if self.num_left is not None:
@@ -83,6 +84,7 @@ class GatedRunner(StrictRunner):
         self.is_waiting = False
         if any(self.POISON in s.token_ids[: s.num_prompt_tokens] for s in batch):
             raise ArithmeticError("a poisonous token")
+        self.num_steps += 1
         return super().execute(batch)
 
     def close_after(self, num_steps: int) -> None:
