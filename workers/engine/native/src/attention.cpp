@@ -42,8 +42,8 @@ struct Scratch {
 };
 
 template <class Item>
-void widen(const Item* from, int head_dim, float* to) {
-  for (int at = 0; at < head_dim; at += kWidth) store(to + at, load_items(from + at));
+void widen(const Item* from, int size, float* to) {
+  for (int at = 0; at < size; at += kWidth) store(to + at, load_items(from + at));
 }
 
 // Copies the tile's keys and values that some query of the block sees. Others are never used: their
@@ -51,9 +51,12 @@ void widen(const Item* from, int head_dim, float* to) {
 template <class Item>
 void load_tile(const KvHead<Item>& kv, int tile_start, Visible range, int head_dim,
                Scratch& scratch) {
-  for (int token = range.first; token < range.last; ++token) {
-    widen(kv.key(tile_start + token), head_dim, scratch.keys.data() + token * head_dim);
-    widen(kv.value(tile_start + token), head_dim, scratch.values.data() + token * head_dim);
+  for (int token = range.first; token < range.last;) {
+    const KvRun<Item> run = kv.run(tile_start + token);
+    const int count = std::min(run.count, range.last - token);
+    widen(run.keys, count * head_dim, scratch.keys.data() + token * head_dim);
+    widen(run.values, count * head_dim, scratch.values.data() + token * head_dim);
+    token += count;
   }
 }
 

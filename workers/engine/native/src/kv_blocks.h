@@ -21,6 +21,14 @@ struct KvShape {
   }
 };
 
+// Tokens that lie behind each other: [count, head_dim] keys and values.
+template <class Item>
+struct KvRun {
+  Item* keys;
+  Item* values;
+  int count;
+};
+
 // One kv head of one layer of one sequence. `Item` is float or Bf16.
 template <class Item>
 class KvHead {
@@ -32,16 +40,15 @@ class KvHead {
     values_ = keys_ + static_cast<size_t>(shape.num_kv_heads) * shape.head_items();
   }
 
-  Item* key(int position) const { return keys_ + offset(position); }
-  Item* value(int position) const { return values_ + offset(position); }
-
- private:
-  size_t offset(int position) const {
+  // What lies from `position` to the end of its block.
+  KvRun<Item> run(int position) const {
     const auto block = static_cast<size_t>(block_table_[position / shape_.block_size]);
-    const auto within = static_cast<size_t>(position % shape_.block_size);
-    return block * block_items_ + within * static_cast<size_t>(shape_.head_dim);
+    const int within = position % shape_.block_size;
+    const size_t offset = block * block_items_ + static_cast<size_t>(within * shape_.head_dim);
+    return {keys_ + offset, values_ + offset, shape_.block_size - within};
   }
 
+ private:
   const KvShape& shape_;
   const int32_t* block_table_;
   const size_t block_items_;

@@ -39,6 +39,7 @@ struct WidenedWeights {
     Vec weights[2 * Panels];
     for (int p = 0; p < Panels; ++p) {
       const Bf16* from = items[p] + static_cast<size_t>(input) * kPanelOutputs;
+      if (Member == 0) fetch_ahead<Rows>(from);
       weights[2 * p] = widen_member<Member>(load_words(from));
       weights[2 * p + 1] = widen_member<Member>(load_words(from + 2 * kWidth));
     }
@@ -63,6 +64,7 @@ struct PairedWeights {
     IntVec weights[2 * Panels];
     for (int p = 0; p < Panels; ++p) {
       const Bf16* from = items[p] + static_cast<size_t>(input) * kPanelOutputs;
+      fetch_ahead<Rows>(from);
       weights[2 * p] = load_words(from);
       weights[2 * p + 1] = load_words(from + 2 * kWidth);
     }

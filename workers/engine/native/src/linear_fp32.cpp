@@ -18,6 +18,7 @@ struct FloatWeights {
     Vec weights[2 * Panels];
     for (int p = 0; p < Panels; ++p) {
       const float* from = items[p] + static_cast<size_t>(input) * kPanelOutputs;
+      fetch_ahead<Rows>(from);
       weights[2 * p] = load(from);
       weights[2 * p + 1] = load(from + kWidth);
     }

@@ -202,9 +202,10 @@ void Model::prepare_row(const Layer& layer, int number, int row) {
   for (int head = 0; head < shape.num_kv_heads; ++head) {
     const KvHead<Item> kv(static_cast<Item*>(batch_->pool), kv_shape_,
                           batch_->block_tables + span.first_block, number, head);
+    const KvRun<Item> place = kv.run(position);
     for (int at = 0; at < head_dim; at += kWidth) {
-      store_items(kv.key(position) + at, load(keys + head * head_dim + at));
-      store_items(kv.value(position) + at, load(values + head * head_dim + at));
+      store_items(place.keys + at, load(keys + head * head_dim + at));
+      store_items(place.values + at, load(values + head * head_dim + at));
     }
   }
 }

@@ -24,6 +24,16 @@ namespace mesh {
 constexpr int kPanelOutputs = 2 * kWidth;
 constexpr int kInputsPerPass = 1536;             // a panel's part stays in the first-level cache
 
+// How far ahead weights are fetched while several rows are multiplied: the arithmetic hides what the
+// processor's own prefetching leaves (8 rows: 13.7 ms against 17.0 for 141 MB of weights on one
+// core). With one row it is memory that limits, and more requests only get in its way.
+constexpr int kFetchAhead = 1536;
+
+template <int Rows>
+inline void fetch_ahead(const void* weights) {
+  if (Rows > 1) __builtin_prefetch(static_cast<const char*>(weights) + kFetchAhead);
+}
+
 template <int Rows, int Panels>
 struct Sums {
   Vec of[Rows][2 * Panels];

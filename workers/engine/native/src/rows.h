@@ -27,7 +27,14 @@ inline void add_row(float* to, const float* from, int size) {
 // Rotates one head in place: cosines and sines are [head_dim / 2], halves are paired.
 inline void rotate(float* head, const float* cosines, const float* sines, int head_dim) {
   const int half = head_dim / 2;
-  for (int at = 0; at < half; ++at) {
+  int at = 0;
+  for (; at + kWidth <= half; at += kWidth) {
+    const Vec x = load(head + at), y = load(head + half + at);
+    const Vec cosine = load(cosines + at), sine = load(sines + at);
+    store(head + at, x * cosine - y * sine);
+    store(head + half + at, y * cosine + x * sine);
+  }
+  for (; at < half; ++at) {  // half of 80 is no multiple of 16
     const float x = head[at], y = head[half + at];
     head[at] = x * cosines[at] - y * sines[at];
     head[half + at] = y * cosines[at] + x * sines[at];
