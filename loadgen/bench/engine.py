@@ -104,6 +104,7 @@ def make_result(
         "kl_mean": float(f"{ours.kl_mean:.3g}"),
         "argmax_agree": round(ours.argmax_agree, 4),
         "kernels": figures.kind,
+        "dtype": figures.dtype,
     }
     if plan.references:
         fastest = {batch: min(ms, key=ms.__getitem__) for batch, ms in decode.items()}

@@ -21,6 +21,7 @@ from workers.engine.bench.plan import EnginePlan
 MACHINE = MachineNote(num_cores=2, load_1min=0.1, is_busy=False, system="s", python="3")
 FIGURES = EngineFigures(
     kind="native",
+    dtype="bf16",
     decode_ms={
         1: {"ours": 10.0, "bf16": 40.0, "fp32": 60.0},
         8: {"ours": 20.0, "bf16": 90.0, "fp32": 80.0},
@@ -50,7 +51,7 @@ def test_the_faster_of_transformers_counts() -> None:
     assert shown["hf_fp32_decode_ms"] == {"1": 60.0, "8": 80.0}
     assert (shown["kl_mean"], shown["argmax_agree"]) == (0.0002, 1.0)
     assert shown["hf_bf16_kl_mean"] == 0.002
-    assert shown["sampling_ms"] == 4.0
+    assert (shown["sampling_ms"], shown["kernels"], shown["dtype"]) == (4.0, "native", "bf16")
     assert "peer_ratio" not in shown
 
 
@@ -58,6 +59,7 @@ def test_without_references_nothing_is_compared() -> None:
     """Fidelity stays; times of transformers and ratios are not there."""
     figures = EngineFigures(
         kind="torch",
+        dtype="fp32",
         decode_ms={8: {"ours": 20.0}},
         prefill_ms={"ours": 400.0},
         sampling_ms=4.0,

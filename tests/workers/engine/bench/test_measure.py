@@ -18,8 +18,15 @@ from workers.engine.bench.plan import EnginePlan
 from workers.engine.bench.reference import Reference
 from workers.engine.bench.timing import LEAST_TURNS, median_ms
 from workers.engine.build import build_torch_engine
+from workers.engine.engine import Engine
 
 TinyFolder = Callable[[str], Path]
+
+
+def general_engine(folder: Path, num_blocks: int) -> Engine:
+    return build_torch_engine(
+        folder, dtype="fp32", kernels="general", num_blocks=num_blocks, block_size=4
+    )
 
 
 def test_everything_is_measured_in_one_run(tiny_folder: TinyFolder) -> None:
@@ -28,13 +35,15 @@ def test_everything_is_measured_in_one_run(tiny_folder: TinyFolder) -> None:
     plan = EnginePlan(
         folder=tiny_folder("llama"),
         dtype="fp32",
+        kernels="general",
         batches=(1, 3),
         context=21,
         prompt_len=40,
         turns=1,
     )
     figures = measure_engine(plan)
-    assert figures.kind in ("torch", "native")
+    assert figures.kind == "torch"
+    assert figures.dtype == "fp32"
     for times in (*figures.decode_ms.values(), figures.prefill_ms):
         assert set(times) == {OURS, "bf16", "fp32"}
         assert min(times.values()) > 0
@@ -50,6 +59,7 @@ def test_only_fidelity_needs_no_reference(tiny_folder: TinyFolder) -> None:
     plan = EnginePlan(
         folder=tiny_folder("qwen2"),
         dtype="fp32",
+        kernels="general",
         batches=(2,),
         context=5,
         prompt_len=6,
@@ -66,7 +76,7 @@ def test_a_step_decodes_what_stands_behind_its_context(tiny_folder: TinyFolder) 
     finds behind it, and a second step finds the same."""
     folder = tiny_folder("llama")
     ids = [5 + 3 * number % 200 for number in range(30)]
-    engine = build_torch_engine(folder, dtype="fp32", num_blocks=24, block_size=4)
+    engine = general_engine(folder, 24)
     bench = Workbench(engine.runner, ids, context=17, max_batch=3)
     logits = reference_model(folder)(torch.tensor([ids[:18]])).logits[0, -1]
     for _ in range(2):
@@ -83,7 +93,7 @@ def test_teacher_forcing_gives_the_logits_of_every_position(tiny_folder: TinyFol
     folder = tiny_folder("llama")
     ids = chat_token_ids(folder)
     assert 0 < len(ids) <= MAX_TOKENS
-    engine = build_torch_engine(folder, dtype="fp32", num_blocks=40, block_size=4)
+    engine = general_engine(folder, 40)
     bench = Workbench(engine.runner, ids, context=4, max_batch=1)
     got = torch.stack(bench.teacher_forced(ids, batch=5))
     expected = Reference(folder, "fp32", ids).teacher_forced(ids)
