@@ -56,6 +56,8 @@ class Running:
         "first_token_s",
         "num_cached_tokens",
         "num_new_tokens",
+        "reader",
+        "request_id",
         "started_s",
         "tokens",
     )
@@ -63,6 +65,8 @@ class Running:
     def __init__(self, claimed: Claimed, num_cached_tokens: int) -> None:
         num_choices = claimed.record.sampling.n
         self.claimed = claimed
+        self.reader = claimed.reader
+        self.request_id = claimed.record.request_id
         self.num_cached_tokens = num_cached_tokens  # as the prefill worker found them
         self.tokens = [list(run) for run in claimed.tokens or ((),) * num_choices]
         self.finished = list(claimed.finished or ("",) * num_choices)
@@ -77,7 +81,7 @@ class Running:
         self.tokens[output.index].append(output.token_id)
         self.finished[output.index] = output.finish_reason or ""
         return TokenDelta(
-            request_id=self.claimed.record.request_id,
+            request_id=self.request_id,
             epoch=self.claimed.epoch,
             number=output.number,
             ids=(output.token_id,),
@@ -245,7 +249,7 @@ class Execution:
             running = self._running.get(output.key)
             if running is None:
                 continue  # cancelled or given up while this step ran
-            by_reader.setdefault(running.claimed.reader, []).append(running.take(output))
+            by_reader.setdefault(running.reader, []).append(running.take(output))
         is_last = bool(report.finished or report.held)
         for reader, deltas in by_reader.items():
             await self._write(reader, deltas, ask=is_last)
@@ -270,8 +274,9 @@ class Execution:
         batch = TokenBatch(worker=self._claims.worker, deltas=tuple(deltas))
         await self._writer.until_room()
         await self._writer.put(subjects.token_stream(reader), encode(batch), ask=ask)
-        for delta in deltas:
-            await self.trace.mark(delta.request_id, "token_written", delta.number)
+        if self.trace.is_on:
+            for delta in deltas:
+                await self.trace.mark(delta.request_id, "token_written", delta.number)
 
     async def _end(self, running: Running, finished: FinishedRequest) -> None:
         """Every token confirmed, then the end; through outages, until the deadline."""

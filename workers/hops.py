@@ -34,11 +34,11 @@ class HopTrace:
     def __init__(self, bus: Bus, worker: str) -> None:
         self._bus = bus
         self._subject = f"{ROOT}.trace.{worker}"
-        self._is_on = os.environ.get(VARIABLE) == "1"
+        self.is_on = os.environ.get(VARIABLE) == "1"
 
     async def mark(self, request_id: str, point: Point, number: int = 0) -> None:
         """Publish the present time as that of ``point``."""
-        if not self._is_on:
+        if not self.is_on:
             return
         facts = {
             "request_id": request_id,
