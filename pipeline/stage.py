@@ -18,6 +18,7 @@ again. No message ends the process.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -144,7 +145,7 @@ class Stage(Generic[T]):
     async def run(self) -> None:
         """Pull and handle until stopped or fenced, then finish what was taken.
 
-        When cancelled, messages in work are left to redelivery.
+        When cancelled, messages in work are given back: they come to others at once.
         """
         async with task_scope() as helpers:
             helpers.create_task(self._keep_alive(), name=f"{self.name} keep-alive")
@@ -185,6 +186,10 @@ class Stage(Generic[T]):
         outcome, facts = "cut_off", {"subject": message.subject}
         try:
             outcome = await self._finish(message, facts)
+        except asyncio.CancelledError:
+            with contextlib.suppress(BusUnavailable):  # then it comes again when its time is over
+                await message.nak()
+            raise
         except BusUnavailable as error:
             outcome, facts["reason"] = "bus_away", error.message  # un-acked: it comes again
         except Exception:

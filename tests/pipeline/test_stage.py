@@ -524,3 +524,27 @@ async def test_a_stopped_stage_finishes_what_it_took(ctx: StageContext, until: U
     async with asyncio.timeout(60):
         while (await waiting_work(ctx.bus))[SUBJECT] != 1:
             pass
+
+
+async def test_a_stage_that_is_cut_off_gives_back_what_it_had(
+    ctx: StageContext, until: Until
+) -> None:
+    """To others at once: nobody waits until the broker misses its word."""
+
+    async def never(work: Work[PrefillTask], _: int) -> Handled:
+        await asyncio.Event().wait()
+        raise AssertionError("it never is")
+
+    consumer = any_consumer("prefill", SERVED, ctx.bus.times).evolve(ack_wait=600.0)
+    first, second = Handler(never), Handler()
+    stages = [
+        Stage(ctx, "prefill", consumer, parse_as(PrefillTask), lambda task: task.reader, handler)
+        for handler in (first, second)
+    ]
+    request_id = new_id()
+    await send(ctx.bus, SUBJECT, prefill_task(request_id))
+    async with running(stages[0]):
+        await until(lambda: first.ids)
+    async with running(stages[1]):
+        await until(lambda: second.ids == [request_id], 60)
+        await until_gone(ctx.bus)
