@@ -89,6 +89,7 @@ class CrowdSettings:
         return {
             "MESH_CONTROL_MAX_QUEUED_REQUESTS": str(2 * self.queued),
             "MESH_BRIDGE_MAX_OPEN_REQUESTS": str(2 * self.queued),
+            "MESH_BRIDGE_MAX_CONNECTIONS": str(2 * self.queued),
             "MESH_BRIDGE_REQUEST_TIMEOUT_S": f"{min(self.limit_s, 780.0):g}",
             "MESH_BRIDGE_ACCEPT_TIMEOUT_S": "60",
             "MESH_WORKER_MAX_NUM_SEQUENCES": str(per_worker),
@@ -166,6 +167,7 @@ async def measure(settings: CrowdSettings) -> Crowd:
                 lambda: len(mesh.ready("worker")) == _NUM_PREFILL + _NUM_DECODE, _START_S
             ):
                 raise NotWhole(f"the workers were not ready within {_START_S:.0f} s")
+            await asyncio.sleep(2 * bus.times.beat_s)  # everybody else was heard
             return await _send_and_read(settings, own, mesh)
 
 

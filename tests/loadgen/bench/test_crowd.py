@@ -75,4 +75,5 @@ def test_the_mesh_refuses_none_of_them() -> None:
     env = CrowdSettings(queued=5000, streams=1001).environment()
     assert int(env["MESH_CONTROL_MAX_QUEUED_REQUESTS"]) > 5000
     assert int(env["MESH_BRIDGE_MAX_OPEN_REQUESTS"]) > 5000
+    assert int(env["MESH_BRIDGE_MAX_CONNECTIONS"]) > 5000
     assert 2 * int(env["MESH_WORKER_MAX_NUM_SEQUENCES"]) >= 1001
