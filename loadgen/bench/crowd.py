@@ -39,7 +39,7 @@ from loadgen.settings import user_of
 from loadgen.targets import BusTarget, HttpTarget
 from loadgen.workload import Workload
 from schemas import subjects
-from schemas.errors import ConfigError, MeshError
+from schemas.errors import BusUnavailable, ConfigError, MeshError
 
 MODEL = "smollm2-135m"
 _NUM_PREFILL = _NUM_DECODE = 2
@@ -230,11 +230,18 @@ async def _submit(
 
 async def _until_queued(crowd: Crowd, bus: Bus, num_sent: int) -> None:
     while True:
-        num_queued = await _num_queued(bus)
-        crowd.num_waiting_peak = max(crowd.num_waiting_peak, num_queued)
-        if num_queued + crowd.errors.total() >= num_sent:
-            return
+        with contextlib.suppress(BusUnavailable):  # a busy broker answers late: look again
+            if await _count(crowd, bus) + crowd.errors.total() >= num_sent:
+                return
         await asyncio.sleep(_LOOK_S)
+
+
+async def _count(crowd: Crowd, bus: Bus) -> int:
+    """Prefill tasks that lie in the queue."""
+    waiting = await waiting_work(bus)
+    num = sum(count for subject, count in waiting.items() if subject.startswith(_PREFILL_SUBJECTS))
+    crowd.num_waiting_peak = max(crowd.num_waiting_peak, num)
+    return num
 
 
 async def _run(target: Target, workload: Workload, result: RequestResult) -> None:
@@ -245,12 +252,6 @@ async def _run(target: Target, workload: Workload, result: RequestResult) -> Non
         result.fail(error.code, error.message)
     except (OSError, TimeoutError) as error:
         result.fail(type(error).__name__, str(error))
-
-
-async def _num_queued(bus: Bus) -> int:
-    """Prefill tasks that lie in the queue."""
-    waiting = await waiting_work(bus)
-    return sum(count for subject, count in waiting.items() if subject.startswith(_PREFILL_SUBJECTS))
 
 
 async def _watch(crowd: Crowd, memory: Memory) -> None:
