@@ -6,7 +6,8 @@ import pytest
 from loadgen.bench import sse_load
 from loadgen.bench.processes import ProcessGroup, pids_by_kind
 from loadgen.bench.sse_load import LoadFigures, LoadOrder, run_order
-from loadgen.bench.stream import Samples, StreamSettings, make_result, ratios
+from loadgen.bench.stream import StreamSettings, make_result
+from loadgen.bench.stream_samples import Samples, ratios
 from loadgen.machine import MachineNote
 from schemas.errors import ConfigError
 from tests.loadgen.sse_server import SseServer, refusal, sse_server
