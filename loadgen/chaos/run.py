@@ -173,13 +173,14 @@ def _scene(settings: ChaosSettings, place: Place, mesh: ChaosMesh) -> Scene:
 async def _until_there(mesh: ChaosMesh, settings: ChaosSettings) -> None:
     """Everybody that we know of is ready: all bridges, all control processes, the workers."""
     num_controls = 1 if settings.is_attached else settings.num_controls
+    controls: set[str] = set()  # seen, not all at one time: beats of a busy mesh come late
+    bridges: set[str] = set()
 
     def is_there() -> bool:
-        return (
-            len(mesh.ready("control")) >= num_controls
-            and bool(mesh.ready("worker"))
-            and all(mesh.bridge(url) for url in mesh.bridges)
-        )
+        controls.update(beat.process for beat in mesh.ready("control"))
+        bridges.update(url for url in mesh.bridges if url not in bridges and mesh.bridge(url))
+        is_whole = len(controls) >= num_controls and len(bridges) == len(mesh.bridges)
+        return is_whole and all(mesh.ready(kind) for kind in ("control", "bridge", "worker"))
 
     if not await until(is_there, _START_S):
         raise NotWhole(f"not every bridge and control process was ready within {_START_S:.0f} s")
