@@ -68,6 +68,7 @@ class NativeRunner:
         ``sample`` set, in batch order.
 
         Raises:
+            IndexError: a token that is not in the vocabulary, or a block that is not in the pool.
             NativeError: out of memory.
         """
         num_rows = sum(sequence.count for sequence in batch)
@@ -81,6 +82,7 @@ class NativeRunner:
             num_rows,
         )
         tables = np.concatenate([np.asarray(one.block_table, np.int32) for one in batch])
+        self._check(batch, token_ids, tables)
         self._rope.cover(max(sequence.start + sequence.count for sequence in batch))
         logits = torch.empty(sum(sequence.sample for sequence in batch), self.info.vocab_size)
         spans = _spans(batch)
@@ -97,6 +99,23 @@ class NativeRunner:
         )
         check(self._model.functions.mesh_model_run(self._model.handle, ctypes.byref(call)))
         return logits
+
+    def _check(
+        self,
+        batch: Seq[ScheduledSequence],
+        token_ids: npt.NDArray[np.int32],
+        tables: npt.NDArray[np.int32],
+    ) -> None:
+        """The library believes what it is told, so nothing may lead it out of its memory."""
+        if token_ids.min() < 0 or token_ids.max() >= self.info.vocab_size:
+            raise IndexError(f"a token id is not from 0 to {self.info.vocab_size - 1}")
+        if tables.min() < 0 or tables.max() >= len(self._slots):
+            raise IndexError(f"a block is not from 0 to {len(self._slots) - 1}")
+        for one in batch:
+            if one.start + one.count > len(one.block_table) * self.info.block_size:
+                raise IndexError(
+                    f"{len(one.block_table)} blocks don't reach {one.start + one.count}"
+                )
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy one slot's bytes to another."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig
@@ -13,7 +14,7 @@ _ROTATIONS = ("default", "linear", "llama3", "yarn")
 _GRANULE = 16  # of src/simd.h
 
 
-def reason_against(folder: object) -> str | None:
+def reason_against(folder: Path) -> str | None:
     """Why the native path can't run the model in ``folder``, from its configuration; None if it
     can."""
     return reason_against_config(AutoConfig.from_pretrained(folder, local_files_only=True))

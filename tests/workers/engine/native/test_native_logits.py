@@ -128,6 +128,20 @@ def test_results_come_in_batch_order_for_those_that_sample() -> None:
     assert len({one.token_id for one in alone}) > 1
 
 
+def test_nothing_leads_out_of_the_pool_or_the_vocabulary() -> None:
+    """A token, a block or a position that is not there is an IndexError, as in torch."""
+    runner = native_runner(SHAPES["llama"], num_blocks=8)
+    for ids, blocks, count in (
+        ((5, VOCAB_SIZE), (0,), 2),
+        ((5, -1), (0,), 2),
+        ((5, 6), (8,), 2),
+        ((5, 6), (-1,), 2),
+        ((5,) * 5, (0,), 5),
+    ):
+        with pytest.raises(IndexError):
+            runner.logits([scheduled(ids, blocks, 0, count)])
+
+
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3"])
 def test_engines_answer_as_in_transformers(architecture: str, tiny_folder: TinyFolder) -> None:
     """Through the whole engine, fp32, greedy: chunked prompts, common beginnings, a pool so small

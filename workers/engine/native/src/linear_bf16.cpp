@@ -136,11 +136,11 @@ class Bf16Kernel final : public LinearKernel {
   static void pack_rows(PackedLinear& weights, int first_output, int num_rows,
                         const Source* source) {
     auto* const packed = reinterpret_cast<Bf16*>(weights.data.data());
-    for (int number = 0; number < num_rows; ++number) {
-      Bf16* to = packed + place(weights, first_output + number);
-      for (int input = 0; input < weights.num_inputs; ++input)
-        to[offset(input)] = to_bf16(to_float(*source++));
-    }
+    in_packed_order(first_output, num_rows, weights.num_inputs,
+                    [&](int output, int input, size_t number) {
+                      packed[place(weights, output) + offset(input)] =
+                          to_bf16(to_float(source[number]));
+                    });
   }
 };
 

@@ -75,11 +75,11 @@ class Fp32Kernel final : public LinearKernel {
   static void pack_rows(PackedLinear& weights, int first_output, int num_rows,
                         const Source* source) {
     auto* const packed = reinterpret_cast<float*>(weights.data.data());
-    for (int number = 0; number < num_rows; ++number) {
-      float* to = packed + place(weights, first_output + number);
-      for (int input = 0; input < weights.num_inputs; ++input)
-        to[static_cast<size_t>(input) * kPanelOutputs] = to_float(*source++);
-    }
+    in_packed_order(first_output, num_rows, weights.num_inputs,
+                    [&](int output, int input, size_t number) {
+                      packed[place(weights, output) + static_cast<size_t>(input) * kPanelOutputs] =
+                          to_float(source[number]);
+                    });
   }
 };
 

@@ -34,6 +34,22 @@ inline void fetch_ahead(const void* weights) {
   if (Rows > 1) __builtin_prefetch(static_cast<const char*>(weights) + kFetchAhead);
 }
 
+// Calls body(output, input, number of the weight in row-major rows) for rows of weights in the order
+// in which they are packed: panel after panel, input after input.
+template <class Body>
+inline void in_packed_order(int first_output, int num_rows, int num_inputs, const Body& body) {
+  for (int first = 0; first < num_rows;) {
+    const int room = kPanelOutputs - (first_output + first) % kPanelOutputs;
+    const int end = std::min(first + room, num_rows);
+    for (int input = 0; input < num_inputs; ++input)
+      for (int row = first; row < end; ++row)
+        body(first_output + row, input,
+             static_cast<size_t>(row) * static_cast<size_t>(num_inputs) +
+                 static_cast<size_t>(input));
+    first = end;
+  }
+}
+
 template <int Rows, int Panels>
 struct Sums {
   Vec of[Rows][2 * Panels];

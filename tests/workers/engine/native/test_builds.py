@@ -1,0 +1,109 @@
+"""Other builds of the same sources: under sanitizers, sixteen lanes wide, for AVX-512."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.workers.engine.native.native_models import (
+    VOCAB_SIZE,
+    Shape,
+    general_runner,
+    layout_for,
+    loaded,
+    make_model,
+    make_pool,
+    scheduled,
+)
+from tests.workers.engine.torch_engines import prompts
+from workers.engine.native.compiler import SOURCES, compile_files, compiled_library, target_options
+from workers.engine.native.library import NativeLibrary
+from workers.engine.native.rope import RopeTable
+from workers.engine.native.runner import NativeRunner
+from workers.engine.native.self_test import divergence
+from workers.engine.native.weights import pack_model
+from workers.engine.sources import default_cache_dir
+
+AVX2 = frozenset({"avx2", "fma", "f16c"})
+AVX512_BF16 = AVX2 | {
+    "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni",
+}  # fmt: skip
+STRICT = ("-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-std=c++20", "-ffp-contract=off")
+DRIVER = Path(__file__).with_name("sanitized_driver.cpp")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_sanitizers_find_nothing(tmp_path: Path) -> None:
+    """Address and undefined-behaviour sanitizers over every head dimension, both kinds of floats,
+    chunks, decodes and windows, with one to three threads; leaks count."""
+    program = tmp_path / "driver"
+    options = (
+        *STRICT, *target_options(AVX2), "-O1", "-g", "-pthread", f"-I{SOURCES}",
+        "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer",
+    )  # fmt: skip
+    compile_files([*SOURCES.glob("*.cpp"), DRIVER], options, program)
+    environment = {
+        **os.environ,
+        "ASAN_OPTIONS": "detect_leaks=1",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+    }
+    done = subprocess.run(
+        [program], capture_output=True, text=True, timeout=300, check=False, env=environment
+    )
+    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_sources_compile_for_avx512(tmp_path: Path) -> None:
+    """With all its parts that are used, without a warning of ours. No such processor is needed."""
+    options = (
+        *STRICT, "-Wno-uninitialized",  # in GCC 12's own header
+        *target_options(AVX512_BF16), "-O1", "-fPIC", "-pthread",
+    )  # fmt: skip
+    target = tmp_path / "library.so"
+    compile_files([*SOURCES.glob("*.cpp")], options, target, linking=("-shared",))
+    code = subprocess.run(
+        ["objdump", "-d", target], capture_output=True, text=True, timeout=300, check=True
+    ).stdout
+    assert "vdpbf16ps" in code
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["heads of 80", "heads of 64"])
+def test_sixteen_lanes_and_rounded_inputs_compute_the_same(name: str) -> None:
+    """The program of an AVX-512 machine, its vectors out of pairs and its one instruction for bf16
+    pairs emulated: same logits in fp32, a small divergence in bf16."""
+    more = ("-DMESH_VECTOR_WIDTH=16", "-DMESH_BF16_DOT=1", "-O1")
+    wide = NativeLibrary(compiled_library(default_cache_dir().parent / "native", more_options=more))
+    assert wide.is_wide
+    assert wide.rounds_inputs
+    head_dim = int(name.rpartition(" ")[2])
+    shape = Shape.of("qwen2", head_dim=head_dim, group=3, num_layers=1)
+    ids = prompts((80,), vocab_size=VOCAB_SIZE, seed=4)[0]
+    for dtype, most in (("fp32", 1e-8), ("bf16", 0.01)):
+        runner = _runner(wide, shape, dtype)
+        got, expected = (
+            torch.cat(
+                [
+                    one.logits([scheduled(ids, range(20), start, count)]).float()
+                    for start, count in ((0, 30), (30, 49), (79, 1))
+                ]
+            )
+            for one in (runner, general_runner(shape, dtype))
+        )
+        assert divergence(expected, got) < most
+
+
+def _runner(library: NativeLibrary, shape: Shape, dtype: str) -> NativeRunner:
+    model = make_model(shape, dtype)
+    layout = layout_for(shape, dtype, 4)
+    rope = RopeTable(model.model.rotary_emb, 4096)
+    packed = pack_model(library, model, layout, 1)
+    return NativeRunner(packed, rope, loaded(model).facts, layout, make_pool(layout, 64))
