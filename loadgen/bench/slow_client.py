@@ -53,6 +53,7 @@ class SocketClient:
     async def rest(self, timeout_s: float) -> bytes:
         """What still lies on the way to a client that did not read."""
         loop, found = asyncio.get_running_loop(), bytearray()
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _READ_BYTES)  # now it hurries
         try:
             async with asyncio.timeout(timeout_s):
                 while data := await loop.sock_recv(self.sock, _READ_BYTES):
