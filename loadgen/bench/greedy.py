@@ -109,7 +109,8 @@ class Greedy:
         finally:
             del self._cut[client.request_id]
         self._cuts.after_s.append(time.monotonic() - since_s)
-        self._cuts.num_told += CUT in await client.rest(_WORD_S)
+        is_told = CUT in await client.rest(_WORD_S)
+        self._cuts.num_told += is_told  # not across the await: others count as well
 
     async def _end(self, client: SocketClient) -> None:
         """A bus request does not end with its subscriber: say so, as its client would."""
