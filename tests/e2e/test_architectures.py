@@ -15,6 +15,7 @@ from pipeline.client import MeshClient
 from tests.e2e.harness import Mesh, ask, mesh_of
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE, tiny_model
 from tests.workers.engine.torch_engines import generate, prompts, reference_model
+from workers.engine.native import why_not_native
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
@@ -27,7 +28,10 @@ SCRIPT = Path(__file__).parent / "many_workers.py"
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     torch.set_num_threads(1)
     base = tmp_path_factory.mktemp("architectures")
-    return {architecture: tiny_model(base, architecture) for architecture in CHOSEN}
+    folders = {architecture: tiny_model(base, architecture) for architecture in CHOSEN}
+    for folder in folders.values():
+        why_not_native(folder)  # compiles the library, for which workers would have to wait
+    return folders
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
