@@ -56,8 +56,8 @@ def test_sanitizers_find_nothing_and_widths_agree(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_byte_products_are_one_instruction_where_there_is_one(tmp_path: Path) -> None:
-    """With VNNI the sums of bytes need no detour over 16 bits; both are exact."""
+def test_pairs_are_one_instruction_where_there_is_one(tmp_path: Path) -> None:
+    """With VNNI pairs are multiplied and added to a sum at once; both ways are exact."""
     options = (*STRICT, *target_options(AVX512), "-O1", "-fPIC")
     files = [SOURCES / "linear_q4.cpp"]
     compile_files(files, options, tmp_path / "q4.so", linking=("-shared",))
@@ -65,5 +65,5 @@ def test_byte_products_are_one_instruction_where_there_is_one(tmp_path: Path) ->
         ["objdump", "-d", tmp_path / "q4.so"],
         capture_output=True, text=True, timeout=120, check=True,
     ).stdout  # fmt: skip
-    assert "vpdpbusd" in code
-    assert "vpmaddubsw" not in code
+    assert "vpdpwssd" in code
+    assert "vpmaddwd" not in code

@@ -1,8 +1,8 @@
-// Sums of products of small integers for 8 outputs at a time, and what goes with them.
+// Sums of products of 16-bit integers for 8 outputs at a time, and what goes with them.
 //
-// MESH_BYTE_DOT is 1 where the processor multiplies and adds four bytes in one instruction
-// (`vpdpbusd`, of AVX512-VNNI or AVX-VNNI). Sums of integers are exact: with or without it the
-// results are the same bits.
+// MESH_PAIR_DOT is 1 where the processor multiplies two pairs and adds them to a sum in one
+// instruction (`vpdpwssd`, of AVX512-VNNI or AVX-VNNI). Sums of integers are exact: with or without
+// it the results are the same bits.
 #pragma once
 
 #include <algorithm>
@@ -11,11 +11,11 @@
 
 #include "quantised_panel.h"
 
-#ifndef MESH_BYTE_DOT
+#ifndef MESH_PAIR_DOT
 #if defined(__AVXVNNI__) || (defined(__AVX512VNNI__) && defined(__AVX512VL__))
-#define MESH_BYTE_DOT 1
+#define MESH_PAIR_DOT 1
 #else
-#define MESH_BYTE_DOT 0
+#define MESH_PAIR_DOT 0
 #endif
 #endif
 
@@ -24,9 +24,9 @@
 
 namespace mesh {
 
-inline __m256i splat_four(const void* bytes) {
+inline __m256i splat_pair(const int16_t* pair) {
   int32_t bits;
-  std::memcpy(&bits, bytes, sizeof bits);
+  std::memcpy(&bits, pair, sizeof bits);
   return _mm256_set1_epi32(bits);
 }
 
@@ -34,33 +34,22 @@ inline __m256 load_8_halves(const std::byte* from) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 }
 
-// 8 sums of products of unsigned and signed bytes, four of each per output and call.
-class ByteSums {
+// 8 sums of products of pairs.
+class PairSums {
  public:
-  // The sum of all products must fit 16 bits, whichever way they are added up.
-  void add(__m256i unsigned_a, __m256i signed_a, __m256i unsigned_b, __m256i signed_b) {
-#if MESH_BYTE_DOT && defined(__AVX512VNNI__) && defined(__AVX512VL__)
-    sums_ = _mm256_dpbusd_epi32(sums_, unsigned_a, signed_a);
-    sums_ = _mm256_dpbusd_epi32(sums_, unsigned_b, signed_b);
-#elif MESH_BYTE_DOT
-    sums_ = _mm256_dpbusd_avx_epi32(sums_, unsigned_a, signed_a);
-    sums_ = _mm256_dpbusd_avx_epi32(sums_, unsigned_b, signed_b);
+  void add(__m256i a, __m256i b) {
+#if MESH_PAIR_DOT && defined(__AVX512VNNI__) && defined(__AVX512VL__)
+    sums_ = _mm256_dpwssd_epi32(sums_, a, b);
+#elif MESH_PAIR_DOT
+    sums_ = _mm256_dpwssd_avx_epi32(sums_, a, b);
 #else
-    const __m256i a = _mm256_maddubs_epi16(unsigned_a, signed_a);
-    const __m256i b = _mm256_maddubs_epi16(unsigned_b, signed_b);
-    sums_ = _mm256_add_epi16(sums_, _mm256_add_epi16(a, b));
+    sums_ = _mm256_add_epi32(sums_, _mm256_madd_epi16(a, b));
     // Not to be put off: a compiler that adds up all products at the end keeps none in registers.
     asm("" : "+x"(sums_));
 #endif
   }
 
-  __m256 floats() const {
-#if MESH_BYTE_DOT
-    return _mm256_cvtepi32_ps(sums_);
-#else
-    return _mm256_cvtepi32_ps(_mm256_madd_epi16(sums_, _mm256_set1_epi16(1)));
-#endif
-  }
+  __m256 floats() const { return _mm256_cvtepi32_ps(sums_); }
 
  private:
   __m256i sums_ = _mm256_setzero_si256();

@@ -25,8 +25,7 @@ struct Inputs {
 template <int Rows>
 MESH_INLINE void multiply_group(const std::byte* group, const Inputs* const (&rows)[Rows],
                                 __m256 (&of)[Rows][2]) {
-  __m256i sums[Rows][2];
-  for (int row = 0; row < Rows; ++row) sums[row][0] = sums[row][1] = _mm256_setzero_si256();
+  PairSums sums[Rows][2];
   const auto* values = reinterpret_cast<const __m128i*>(group + Panel::kValuesAt);
 #pragma GCC unroll 16
   for (int pair = 0; pair < kGroup / 2; ++pair, values += 2) {
@@ -34,13 +33,9 @@ MESH_INLINE void multiply_group(const std::byte* group, const Inputs* const (&ro
                                 _mm256_cvtepi8_epi16(_mm_loadu_si128(values + 1))};
 #pragma GCC unroll 8
     for (int row = 0; row < Rows; ++row) {
-      const __m256i inputs = splat_four(rows[row]->integers + 2 * pair);
+      const __m256i inputs = splat_pair(rows[row]->integers + 2 * pair);
 #pragma GCC unroll 2
-      for (int half = 0; half < 2; ++half) {
-        __m256i& sum = sums[row][half];
-        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(weights[half], inputs));
-        asm("" : "+x"(sum));  // as in ByteSums
-      }
+      for (int half = 0; half < 2; ++half) sums[row][half].add(weights[half], inputs);
     }
   }
 #pragma GCC unroll 2
@@ -49,7 +44,7 @@ MESH_INLINE void multiply_group(const std::byte* group, const Inputs* const (&ro
 #pragma GCC unroll 8
     for (int row = 0; row < Rows; ++row) {
       const __m256 steps = _mm256_mul_ps(scale, _mm256_broadcast_ss(&rows[row]->step));
-      of[row][half] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[row][half]), steps, of[row][half]);
+      of[row][half] = _mm256_fmadd_ps(sums[row][half].floats(), steps, of[row][half]);
     }
   }
 }

@@ -6,8 +6,8 @@
 //     8 bits: 16 pairs p of 16 outputs of 2 bytes b: input 2p + b
 //
 // The same bits as in the file, moved so that one load brings what 8 outputs need for the same
-// inputs, and so that a panel is read from end to end. 4 bits: four bytes are what a multiplication
-// of bytes adds up; 8 bits: two are what one of 16-bit numbers does.
+// inputs, and so that a panel is read from end to end: pairs of inputs, for the multiplication of
+// 16-bit integers, are bytes side by side, or a shift away from each other.
 #pragma once
 
 #include "gguf_blocks.h"
