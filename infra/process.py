@@ -31,6 +31,7 @@ from infra.bus.topology import ensure_topology
 from infra.config import ControlConfig, RoleConfig
 from infra.failure import EXIT_FAILED, EXIT_INTERRUPTED, first_mesh_error, report
 from infra.file_limit import raise_file_limit
+from infra.garbage import collect_rarely
 from infra.health import Health, health_app
 from infra.http_server import bind, http_server
 from infra.lifeline import NONCE, SUPERVISOR_PID, follow_supervisor, is_orphan
@@ -253,6 +254,7 @@ def run_process(kind: Kind, config: RoleConfig, body: Body) -> int:
     """
     faulthandler.enable()
     raise_file_limit()
+    collect_rarely()
     process = new_process_id(kind, config.name)
     is_child = SUPERVISOR_PID in os.environ
     log = set_up_process(
