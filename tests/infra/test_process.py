@@ -150,7 +150,7 @@ async def test_a_drain_that_takes_too_long_is_cut(role: Role, until: Until) -> N
     role.signal(signal.SIGTERM)
     assert await role.ended(until) == 1
     await until(lambda: role.states[-1] == "gone")
-    assert '"reason": "grace time over"' in role.output()[0]
+    assert '"reason":"grace time over"' in role.output()[0]
 
 
 async def test_a_second_signal_cuts_the_drain(role: Role, until: Until) -> None:
@@ -161,7 +161,7 @@ async def test_a_second_signal_cuts_the_drain(role: Role, until: Until) -> None:
     await until(lambda: "draining" in role.states)
     role.signal(signal.SIGINT)
     assert await role.ended(until) == 1
-    assert '"reason": "second SIGINT"' in role.output()[0]
+    assert '"reason":"second SIGINT"' in role.output()[0]
 
 
 async def test_a_process_whose_loop_is_stuck_ends_all_the_same(role: Role, until: Until) -> None:
