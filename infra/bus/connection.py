@@ -254,15 +254,16 @@ class Bus:
             BusForbidden: our user may not publish there.
         """
         timeout_s = self._times.call_timeout_s if timeout_s is None else timeout_s
-        reply, future = self._calls.begin(subject)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self.publish(subject, data, headers, reply)
-                message = await future
-        except TimeoutError:
-            raise BusUnavailable(
+
+        def late() -> BusUnavailable:
+            return BusUnavailable(
                 f"no answer from the bus at {self.where} on {subject} in {timeout_s:.3g} s"
-            ) from None
+            )
+
+        reply, future = self._calls.begin(subject, timeout_s, late)
+        try:
+            await self.publish(subject, data, headers, reply)
+            message = await future
         finally:
             self._calls.end(reply)
         if has_no_responders(message):
