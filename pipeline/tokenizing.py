@@ -80,7 +80,9 @@ class ChatTokenizer:
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Token ids of text; ``add_special``: with those that the tokenizer itself adds."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special).ids
+        # As ``encode``, without the place of each token in the text: a quarter of its time.
+        (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special)
+        ids: list[int] = found.ids
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
