@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from infra.transport.shm import SharedPool
 from pipeline.prefix_hash import salt_of
@@ -39,6 +40,9 @@ START = 0x9E3779B97F4A7C15  # stands before the first token: 2**64 divided by th
 
 _MASK = (1 << 64) - 1
 _ONE_IN = 200  # an answer ends by itself after about so many tokens
+_WORTH_ARRAYS = 16  # sequences: from here on arrays are faster than one at a time
+
+_Words = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +105,30 @@ def mix(state: int, value: int) -> int:
     return x ^ (x >> 31)
 
 
+def _mix_all(states: _Words, values: _Words | np.uint64) -> _Words:
+    """:func:`mix` of many at once: unsigned words wrap around by themselves."""
+    x = (states ^ values) * np.uint64(0xBF58476D1CE4E5B9) + np.uint64(START)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _is_plain(scheduled: ScheduledSequence) -> bool:
+    """Whether it is one more token of a sequence, any of the vocabulary, and no logprobs."""
+    return (
+        scheduled.count == 1
+        and scheduled.start > 0
+        and scheduled.sample
+        and scheduled.allowed is None
+        and scheduled.sampling.logprobs is None
+    )
+
+
+def _draw(scheduled: ScheduledSequence) -> tuple[int, int, int]:
+    """What a draw depends on, beside the tokens before it."""
+    seed = (scheduled.sampling.seed or 0) & _MASK
+    return seed, scheduled.index, scheduled.token_number
+
+
 class SimulatedRunner:
     """Implements :class:`workers.engine.api.Runner` over a pool of 8-byte entries.
 
@@ -119,15 +147,13 @@ class SimulatedRunner:
         self._cost = cost
         self._block_size = info.block_size
         self._entries = pool.slots.reshape(-1).data.cast("Q")
+        self._entry_array = pool.slots.reshape(-1).view(np.uint64)
+        self._token_array = np.array(self._token_ids, np.int64)
 
     def execute(self, batch: Seq[ScheduledSequence]) -> list[Sampled]:
         """Compute the batch; one result per sequence that samples, in batch order."""
         end_s = time.monotonic() + self._cost.step_ms(batch) / 1e3
-        sampled = []
-        for scheduled in batch:
-            state = self._write_entries(scheduled)
-            if scheduled.sample:
-                sampled.append(self._sample(scheduled, state))
+        sampled = [one for one in self._compute(batch) if one is not None]
         if (left_s := end_s - time.monotonic()) > 0:
             time.sleep(left_s)
         return sampled
@@ -135,6 +161,46 @@ class SimulatedRunner:
     def copy_block(self, source: int, target: int) -> None:
         """Copy one slot's bytes to another."""
         self._pool.copy_block(source, target)
+
+    def _compute(self, batch: Seq[ScheduledSequence]) -> list[Sampled | None]:
+        rows = [row for row, scheduled in enumerate(batch) if _is_plain(scheduled)]
+        if len(rows) < _WORTH_ARRAYS:
+            return [self._compute_one(scheduled) for scheduled in batch]
+        together = self._decode_together([batch[row] for row in rows])
+        found = dict(zip(rows, together, strict=True))
+        return [found.get(row) or self._compute_one(s) for row, s in enumerate(batch)]
+
+    def _compute_one(self, scheduled: ScheduledSequence) -> Sampled | None:
+        state = self._write_entries(scheduled)
+        return self._sample(scheduled, state) if scheduled.sample else None
+
+    def _decode_together(self, batch: Seq[ScheduledSequence]) -> list[Sampled]:
+        """What :meth:`_compute_one` gives for each of ``batch``, all of which are plain."""
+        size = self._block_size
+        starts = [scheduled.start for scheduled in batch]
+        before = [
+            s.block_table[(p - 1) // size] * size + (p - 1) % size
+            for s, p in zip(batch, starts, strict=True)
+        ]
+        here = [
+            s.block_table[p // size] * size + p % size for s, p in zip(batch, starts, strict=True)
+        ]
+        last = [s.token_ids[p] for s, p in zip(batch, starts, strict=True)]
+        states = _mix_all(self._entry_array[before], np.array(last, np.uint64))
+        self._entry_array[here] = states
+        warm = [row for row, s in enumerate(batch) if s.sampling.temperature > 0]
+        if warm:
+            drawn = states[warm]
+            for values in zip(*(_draw(batch[row]) for row in warm), strict=True):
+                drawn = _mix_all(drawn, np.array(values, np.uint64))
+            states[warm] = drawn
+        states = _mix_all(states, np.uint64(1))
+        chosen = self._token_array[
+            (states // np.uint64(_ONE_IN) % np.uint64(len(self._token_ids))).astype(np.int64)
+        ]
+        if self._eos is not None:
+            chosen[states % np.uint64(_ONE_IN) == 0] = self._eos
+        return [Sampled(token_id=token_id) for token_id in chosen.tolist()]
 
     def _write_entries(self, scheduled: ScheduledSequence) -> int:
         """Compute the positions of this step; returns the last entry."""
@@ -151,8 +217,8 @@ class SimulatedRunner:
     def _sample(self, scheduled: ScheduledSequence, state: int) -> Sampled:
         sampling = scheduled.sampling
         if sampling.temperature > 0:
-            state = mix(mix(state, sampling.seed or 0), scheduled.index)
-            state = mix(state, scheduled.token_number)
+            for value in _draw(scheduled):
+                state = mix(state, value)
         few = None if scheduled.allowed is None else self._favoured(scheduled)
         token_id = self._token_of(mix(state, 1), few)
         if sampling.logprobs is None:

@@ -729,3 +729,18 @@ def test_a_decode_step_costs_by_context_and_batch() -> None:
     cost = CostModel(decode_base_ms=10, decode_context_ms=1, decode_sequence_ms=2)
     assert cost.step_ms([scheduled(4, 1), scheduled(6, 1)]) == 10 + (5 + 7) + 2 * 2
     assert CostModel.instant().step_ms([scheduled(0, 8), scheduled(4, 1)]) == 0
+
+
+def test_many_at_once_get_what_each_would_get_alone() -> None:
+    """A large batch is computed together; seeds, temperatures and lengths stay each one's own."""
+    engine = make_engine(num_blocks=256, max_batch_tokens=512, max_num_sequences=64)
+    samplings: dict[str, dict[str, object]] = {
+        f"r{i}": {"seed": (-1) ** i * i * 2**61, "temperature": i % 3 / 2, "max_tokens": 8 + i % 5}
+        for i in range(40)
+    }
+    with engines(engine):
+        for i, (key, sampling) in enumerate(samplings.items()):
+            engine.add(request_of(key, (*PROMPT, 20 + i), **sampling))
+        report = run(engine)
+        for i, (key, sampling) in enumerate(samplings.items()):
+            assert tokens_of(report, key) == answer_of((*PROMPT, 20 + i), **sampling)
