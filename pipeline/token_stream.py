@@ -361,10 +361,10 @@ class TokenStream:
     async def _wait(self) -> None:
         """Until something came; a request past its deadline is ended here."""
         self._wake.clear()
-        if self._left_s() <= 0:
-            await self._expire()
-            return
-        if self._alarm is None:
+        if self._alarm is None:  # it rang, or the deadline is a new one
+            if self._left_s() <= 0:
+                await self._expire()
+                return
             self._arm()
         self._hub.quiet.begin(self)
         try:

@@ -4,11 +4,12 @@ What a woken reader does for a token, mostly one write to a socket, costs many t
 itself does, and two tokens in one write cost what one does. So the readers of one process are woken
 in rounds, and after each round there is a rest of ``REST`` times what it took::
 
-    | round, t |        rest, 3 t        | round | rest ...
+    | round, t |           rest, 7 t           | round | rest ...
       tokens that come in a rest leave together in the next round
 
-An engine's steps are longer than that as a rule, and nothing waits; with many streams, or a machine
-that is short of time, tokens wait for ``LONGEST_S`` at most. A first token never does, nor an end.
+So writing takes an eighth of the time of a process at most, until rests are ``LONGEST_S`` long: no
+token waits longer than that. An engine's steps are longer, as a rule, than the rest after a few
+streams, and nothing waits. A first token never does, nor an end.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-REST = 3.0
+REST = 7.0
 LONGEST_S = 0.01
 
 Wake = Callable[[], None]
