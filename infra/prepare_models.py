@@ -15,11 +15,14 @@ from infra.parse import ModelSource
 async def prepare_models(
     command: tuple[str, ...], config: UpConfig, progress: Callable[[str], None]
 ) -> tuple[ModelSource, ...]:
-    """Each model with its folder as the source; ``<command> prepare`` in a child does the work.
+    """Each model with its folder as the source, and native kernels where workers will want them;
+    ``<command> prepare`` in a child does the work.
 
     Raises:
         ChildFailed: in the child's own words.
     """
+    wants_native = config.worker.engine == "torch" and config.worker.kernels != "general"
+    flags = ["--native-kernels"] if wants_native else []
     prepared = []
     for model in config.models:
         cache = f"--model-cache={config.bus.model_cache}"
@@ -27,6 +30,7 @@ async def prepare_models(
             *command,
             "prepare",
             cache,
+            *flags,
             "--",
             model.source,
             env=inherited_environment(),

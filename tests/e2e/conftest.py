@@ -44,7 +44,7 @@ async def start_simulated(
 def default_folder() -> Path:
     """The converted default model, in the user's cache: converted once per machine, as the native
     library is compiled once, before workers wait for it."""
-    from workers.engine.native import why_not_native
+    from workers.engine.native.load import why_not_native
     from workers.engine.sources import DEFAULT_MODEL, default_cache_dir, resolve_source
 
     folder = resolve_source(DEFAULT_MODEL, default_cache_dir(), print)

@@ -15,7 +15,7 @@ from pipeline.client import MeshClient
 from tests.e2e.harness import Mesh, ask, mesh_of
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE, tiny_model
 from tests.workers.engine.torch_engines import generate, prompts, reference_model
-from workers.engine.native import why_not_native
+from workers.engine.native.load import why_not_native
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 

@@ -52,7 +52,7 @@ def worker(config: WorkerConfig) -> None:
 
 
 @app.command()
-def prepare(source: str, model_cache: str = "") -> None:
+def prepare(source: str, model_cache: str = "", native_kernels: bool = False) -> None:
     if source == "missing":
         raise ModelUnsupported(f"{source}: no weights")
     print(f"looking into {model_cache}", file=sys.stderr)

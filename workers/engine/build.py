@@ -15,7 +15,8 @@ from workers.engine.api import Runner
 from workers.engine.engine import Engine, EngineConfig
 from workers.engine.kv_layout import KvLayout
 from workers.engine.loader import QUANTISED, LoadedModel, load_model
-from workers.engine.native import NativeUnavailable, load_native, why_not_native
+from workers.engine.native.compiler import NativeUnavailable
+from workers.engine.native.load import load_native, why_not_native
 from workers.engine.output import Vocabulary
 from workers.engine.runner import TorchRunner, layout_of
 

@@ -17,7 +17,7 @@ from workers.engine import build
 from workers.engine.build import build_torch_engine
 from workers.engine.engine import Engine, EngineConfig
 from workers.engine.gguf_blocks import open_blocks
-from workers.engine.native import NativeUnavailable
+from workers.engine.native.compiler import NativeUnavailable
 from workers.engine.native.load import load_library
 from workers.engine.native.quantised import quantised_weights
 

@@ -9,10 +9,6 @@ runner       a Runner for the engine
 self_test    both paths on one prompt: what differs is not used
 load         all of these in order, or the reason why not
 src/         the C++ sources; ``abi.h`` is their interface
+
+``compiler`` alone needs no torch.
 """
-
-from workers.engine.native.compiler import NativeUnavailable
-from workers.engine.native.load import load_native, why_not_native
-from workers.engine.native.runner import NativeRunner
-
-__all__ = ["NativeRunner", "NativeUnavailable", "load_native", "why_not_native"]

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import structlog
 
-from workers.engine.sources import locked
+from workers.engine.sources import Progress, default_cache_dir, locked
 
 SOURCES = Path(__file__).parent / "src"
 _COMPILER = "g++"
@@ -48,17 +48,30 @@ class NativeUnavailable(Exception):
     """The native path can't be used; the message is the reason, for people."""
 
 
-def compiled_library(cache_dir: Path, *, more_options: Sequence[str] = ()) -> Path:
+def default_library_dir() -> Path:
+    """Beside the folder of converted models, in the user's cache."""
+    return default_cache_dir().parent / "native"
+
+
+def compiled_library(
+    cache_dir: Path | None = None,
+    *,
+    more_options: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> Path:
     """The library for this processor, compiled now if it is not in the cache. Several processes
     may ask at once: one compiles, the others wait.
 
     Args:
+        cache_dir: default: :func:`default_library_dir`.
         more_options: of the compiler, after ours.
+        progress: told in words when it has to be compiled; default: the log.
 
     Raises:
         NativeUnavailable: no compiler, a processor without AVX2, an error of the compiler,
             or a cache that can't be written.
     """
+    cache_dir = cache_dir or default_library_dir()
     options = (*_OPTIONS, *target_options(cpu_features()), *more_options)
     compiler = find_compiler()
     key = _key(compiler, options)
@@ -68,7 +81,8 @@ def compiled_library(cache_dir: Path, *, more_options: Sequence[str] = ()) -> Pa
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with locked(cache_dir / f"{key}.lock"):
-            return _intact(cache_dir, key) or _compile(options, cache_dir, key)
+            found = _intact(cache_dir, key)
+            return found or _compile(options, cache_dir, key, progress or _log_progress)
     except OSError as error:
         raise NativeUnavailable(f"{cache_dir}: {error.strerror or error}") from error
 
@@ -133,9 +147,13 @@ def _content_digest(file: Path) -> str:
     return hashlib.blake2b(file.read_bytes(), digest_size=12).hexdigest()
 
 
-def _compile(options: Sequence[str], cache_dir: Path, key: str) -> Path:
+def _log_progress(words: str) -> None:
+    _log.info("native_library_compiling", words=words)
+
+
+def _compile(options: Sequence[str], cache_dir: Path, key: str, progress: Progress) -> Path:
     """Compile beside the target, then rename; whoever loads the library sees all of it."""
-    _log.info("native_library_compiling", compiler=find_compiler())
+    progress("compiling the native kernels, once per machine")
     with tempfile.TemporaryDirectory(prefix=f"{key}.part-", dir=cache_dir) as work:
         part = Path(work) / "library.so"
         compile_files(sorted(SOURCES.glob("*.cpp")), options, part, linking=("-shared",))
@@ -143,7 +161,6 @@ def _compile(options: Sequence[str], cache_dir: Path, key: str) -> Path:
             stale.unlink()
         target = cache_dir / f"{key}-{_content_digest(part)}.so"
         part.rename(target)
-    _log.info("native_library_compiled", file=str(target), size_bytes=target.stat().st_size)
     return target
 
 

@@ -25,7 +25,6 @@ from workers.engine.native.self_test import (
 from workers.engine.native.supports import reason_against
 from workers.engine.native.weights import pack_model
 from workers.engine.runner import TorchRunner
-from workers.engine.sources import default_cache_dir
 
 _log = structlog.get_logger(__name__)
 
@@ -37,7 +36,7 @@ def load_library() -> NativeLibrary:
     Raises:
         NativeUnavailable: it can't be compiled or loaded here.
     """
-    return NativeLibrary(compiled_library(default_cache_dir().parent / "native"))
+    return NativeLibrary(compiled_library())
 
 
 def why_not_native(folder: Path) -> str | None:

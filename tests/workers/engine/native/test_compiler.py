@@ -56,7 +56,7 @@ def test_a_broken_file_is_compiled_again(sources: Path, tmp_path: Path, damage: 
         again = compiled_library(cache)
     assert again.read_bytes() == content
     assert lines[0]["event"] == "native_library_broken"
-    assert lines[-1]["event"] == "native_library_compiled"
+    assert lines[-1]["event"] == "native_library_compiling"
 
 
 def test_errors_of_the_compiler_are_the_reason(sources: Path, tmp_path: Path) -> None:
