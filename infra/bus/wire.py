@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import nats.errors
@@ -106,10 +107,18 @@ def header_block(headers: Mapping[str, str]) -> bytes:
     """
     lines = [_VERSION]
     for name, value in headers.items():
-        if not _HEADER_NAME.fullmatch(name):
-            raise nats.errors.BadHeaderError(name)
-        lines.append(f"{name}: {_LINE_BREAKS.sub(' ', value.strip())}")
+        _check_name(name)
+        value = value.strip()
+        if "\n" in value or "\r" in value:
+            value = _LINE_BREAKS.sub(" ", value)
+        lines.append(f"{name}: {value}")
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+@lru_cache(256)
+def _check_name(name: str) -> None:
+    if not _HEADER_NAME.fullmatch(name):
+        raise nats.errors.BadHeaderError(name)
 
 
 def parse_headers(header: bytes) -> dict[str, str]:
