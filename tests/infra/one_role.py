@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+from infra import process
 from infra.config import BridgeConfig, BusConfig
 from infra.process import RoleContext, run_process
 from schemas.errors import ModelUnsupported
@@ -58,6 +59,8 @@ async def help_for_ever(ctx: RoleContext) -> None:
 BODIES = {body.__name__: body for body in (stay, linger, block, refuse, crash, help_for_ever)}
 
 if __name__ == "__main__":
+    if sys.argv[1] != "block":
+        process._HARD_EXIT_S = 30.0  # a busy machine: only what is stuck is for the kernel to end
     name, url, data, grace = sys.argv[1:]
     bus = BusConfig(nats_url=url, data=Path(data), time_scale=0.5)
     config = BridgeConfig(bus=bus, grace_s=float(grace))

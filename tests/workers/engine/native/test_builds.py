@@ -26,7 +26,6 @@ from workers.engine.native.rope import RopeTable
 from workers.engine.native.runner import NativeRunner
 from workers.engine.native.self_test import divergence
 from workers.engine.native.weights import pack_model
-from workers.engine.sources import default_cache_dir
 
 AVX2 = frozenset({"avx2", "fma", "f16c"})
 AVX512_BF16 = AVX2 | {
@@ -34,19 +33,25 @@ AVX512_BF16 = AVX2 | {
 }  # fmt: skip
 STRICT = ("-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-std=c++20", "-ffp-contract=off")
 DRIVER = Path(__file__).with_name("sanitized_driver.cpp")
+BLOCKS_DRIVER = Path(__file__).with_name("quantised_driver.cpp")
+OTHERS = ("quantise", "thread_team")  # what the driver of blocks needs beside products
+SANITIZED = (
+    *STRICT, *target_options(AVX2), "-O1", "-g", "-fPIC", "-pthread", f"-I{SOURCES}",
+    "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer",
+)  # fmt: skip
+ALL = sorted(SOURCES.glob("*.cpp"))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_sanitizers_find_nothing(tmp_path: Path) -> None:
-    """Address and undefined-behaviour sanitizers over every head dimension, both kinds of floats,
-    chunks, decodes and windows, with one to three threads; leaks count."""
-    program = tmp_path / "driver"
-    options = (
-        *STRICT, *target_options(AVX2), "-O1", "-g", "-pthread", f"-I{SOURCES}",
-        "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer",
-    )  # fmt: skip
-    compile_files([*SOURCES.glob("*.cpp"), DRIVER], options, program)
+@pytest.fixture(scope="module")
+def sanitized(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """Objects of all sources, under the address and the undefined-behaviour sanitizer."""
+    folder = tmp_path_factory.mktemp("sanitized")
+    compile_files(ALL, SANITIZED, folder / "library.so", linking=("-shared",))
+    return tuple(str(folder / f"{file.stem}.o") for file in ALL)
+
+
+def output_of(program: Path) -> str:
+    """What a driver prints; any complaint of a sanitizer, leaks among them, fails the test."""
     environment = {
         **os.environ,
         "ASAN_OPTIONS": "detect_leaks=1",
@@ -55,23 +60,58 @@ def test_sanitizers_find_nothing(tmp_path: Path) -> None:
     done = subprocess.run(
         [program], capture_output=True, text=True, timeout=300, check=False, env=environment
     )
-    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_sanitizers_find_nothing(sanitized: tuple[str, ...], tmp_path: Path) -> None:
+    """Over every head dimension, both kinds of floats, chunks, decodes and windows, with one to
+    three threads."""
+    program = tmp_path / "driver"
+    compile_files([DRIVER], SANITIZED, program, linking=sanitized)
+    assert output_of(program) == "ok\n"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_blocks_under_sanitizers_and_with_sixteen_lanes(
+    sanitized: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Every kind of blocks, both ways to multiply, full and partly full panels, with one to three
+    threads: no sanitizer complains, and a machine with vectors of sixteen lanes (here out of
+    pairs) computes the same bits as one with eight."""
+    narrow, wide = tmp_path / "narrow", tmp_path / "wide"
+    compile_files([BLOCKS_DRIVER], SANITIZED, narrow, linking=sanitized)
+    wide_options = (
+        *STRICT, *target_options(AVX2), "-O1", "-pthread", f"-I{SOURCES}",
+        "-DMESH_VECTOR_WIDTH=16",
+    )  # fmt: skip
+    wide_files = [file for file in ALL if file.stem.startswith("linear") or file.stem in OTHERS]
+    compile_files([*wide_files, BLOCKS_DRIVER], wide_options, wide)
+    lines = output_of(narrow)
+    assert len(lines.splitlines()) == 3 * 2 * 6 * 4 + 2
+    assert lines == output_of(wide)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_sources_compile_for_avx512(tmp_path: Path) -> None:
-    """With all its parts that are used, without a warning of ours. No such processor is needed."""
+    """With all its parts that are used, without a warning of ours. No such processor is needed.
+    Pairs of bf16, and of integers with VNNI, are multiplied and added to a sum at once."""
     options = (
         *STRICT, "-Wno-uninitialized",  # in GCC 12's own header
         *target_options(AVX512_BF16), "-O1", "-fPIC", "-pthread",
     )  # fmt: skip
     target = tmp_path / "library.so"
-    compile_files([*SOURCES.glob("*.cpp")], options, target, linking=("-shared",))
+    compile_files(ALL, options, target, linking=("-shared",))
     code = subprocess.run(
         ["objdump", "-d", target], capture_output=True, text=True, timeout=300, check=True
     ).stdout
     assert "vdpbf16ps" in code
+    assert "vpdpwssd" in code
+    assert "vpmaddwd" not in code
 
 
 @pytest.mark.slow
@@ -81,7 +121,7 @@ def test_sixteen_lanes_and_rounded_inputs_compute_the_same(name: str) -> None:
     """The program of an AVX-512 machine, its vectors out of pairs and its one instruction for bf16
     pairs emulated: same logits in fp32, a small divergence in bf16."""
     more = ("-DMESH_VECTOR_WIDTH=16", "-DMESH_BF16_DOT=1", "-O1")
-    wide = NativeLibrary(compiled_library(default_cache_dir().parent / "native", more_options=more))
+    wide = NativeLibrary(compiled_library(more_options=more))
     assert wide.is_wide
     assert wide.rounds_inputs
     head_dim = int(name.rpartition(" ")[2])
