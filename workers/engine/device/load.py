@@ -15,6 +15,7 @@ from workers.engine.device.check import agrees, max_difference
 from workers.engine.device.choice import Candidate, Needs, candidates
 from workers.engine.device.needs import find_machine, find_needs
 from workers.engine.device.runner import DeviceRunner
+from workers.engine.device.select import current
 from workers.engine.kv_layout import KvLayout
 from workers.engine.loader import LoadedModel
 
@@ -48,8 +49,9 @@ def load_on_device(
     """
     try:
         torch.nn.Module.to(loaded.model, device)
-        needs = find_needs(loaded.model)
-        chosen = choose(candidates(find_machine(device), needs), layout, needs, device)
+        with current(device):
+            needs = find_needs(loaded.model)
+            chosen = choose(candidates(find_machine(device), needs), layout, needs, device)
         return DeviceRunner(
             loaded,
             layout,

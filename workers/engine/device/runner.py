@@ -28,6 +28,7 @@ from workers.engine.device.inputs import (
     pack_decodes,
     pack_step,
 )
+from workers.engine.device.select import current
 from workers.engine.device.step import DeviceStep
 from workers.engine.forward import packed_logits
 from workers.engine.kv_layout import KvLayout
@@ -102,6 +103,10 @@ class DeviceRunner:
     def logits(self, batch: Seq[ScheduledSequence]) -> Tensor:
         """Compute the batch up to the logits: [n, vocab_size] on the host, a row per sequence with
         ``sample`` set, in batch order. The one place in a step that waits for the device."""
+        with current(self._device):
+            return self._logits(batch)
+
+    def _logits(self, batch: Seq[ScheduledSequence]) -> Tensor:
         size = self._bucket(batch)
         if size is None:
             return self._to_host(self._run(*pack_step(batch, self.info.block_size)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from schemas.errors import ConfigError
@@ -26,3 +28,9 @@ def resolve_device(name: str) -> torch.device:
     if number >= count:
         raise ConfigError(f"device {name} can't be used: CUDA sees {count}", param="device")
     return torch.device("cuda", number)
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Within it, ``device`` is this thread's current one: that is where kernels of others than
+    torch are launched. New threads begin with device 0."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

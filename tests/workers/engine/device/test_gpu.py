@@ -100,28 +100,19 @@ def test_a_replayed_step_has_the_logits_of_one_that_is_not(
     tables = [[1, 2, 3], [4, 5, 6, 7, 8], [9, 10]]
     for ids, table in zip(asked, tables, strict=True):
         runner.execute([scheduled(ids, table, 0, len(ids) - 2, samples=False)])
-    replayed, plain = (
+    steps = [
         [
-            runner.logits(
-                [
-                    scheduled(ids, table, len(ids) - back, 1)
-                    for ids, table in zip(asked, tables, strict=True)
-                ]
-            ).clone()
-            for back in (2, 1)
+            scheduled(ids, table, len(ids) - back, 1)
+            for ids, table in zip(asked, tables, strict=True)
         ]
-        for _ in _with_and_without_graphs(runner, monkeypatch)
-    )
-    assert runner._graphs is None
-    for one, other in zip(replayed, plain, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
-
-
-def _with_and_without_graphs(runner: object, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
-    yield "with"
-    assert len(runner._graphs._recorded) == 1  # type: ignore[attr-defined]
+        for back in (2, 1)
+    ]
+    assert runner._graphs is not None
+    replayed = [runner.logits(step) for step in steps]
+    assert len(runner._graphs._recorded) == 1
     monkeypatch.setattr(runner, "_graphs", None)
-    yield "without"
+    for step, logits in zip(steps, replayed, strict=True):
+        torch.testing.assert_close(logits, runner.logits(step), rtol=1e-3, atol=1e-3)
 
 
 def test_auto_chooses_cuda_and_bf16(tiny_folder: TinyFolder) -> None:
