@@ -214,6 +214,10 @@ class Runner(Protocol):
 
         What a sequence gets does not depend on what else is in the batch (bit for bit in the
         simulated runner; up to rounding in torch).
+
+        Raises:
+            RunnerLost: nothing can be computed any more. Whatever else is raised is blamed on a
+                request of the batch.
         """
 
     def copy_block(self, source: int, target: int) -> None:
@@ -224,6 +228,10 @@ class Runner(Protocol):
 
     def import_blocks(self, blocks: Seq[int]) -> None:
         """Take over what others wrote into these slots of the shared pool."""
+
+
+class RunnerLost(Exception):
+    """A runner can compute no more, whatever the request: the engine is at its end."""
 
 
 class InSharedPool:

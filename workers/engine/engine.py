@@ -19,6 +19,7 @@ from workers.engine.api import (
     EngineRequest,
     FailedRequest,
     Runner,
+    RunnerLost,
     Sampled,
     ScheduledSequence,
     StepReport,
@@ -221,6 +222,8 @@ class Engine:
             return []
         try:
             return self._run(chunks)
+        except RunnerLost:
+            raise
         except Exception as error:
             keys = [chunk.sequence.group.key for chunk in chunks]
             _log.error("batch_failed", keys=keys, exc_info=True)

@@ -81,9 +81,7 @@ def pack_step(batch: Seq[ScheduledSequence], block_size: int) -> tuple[StepShape
     counts = np.array([one.count for one in packed], np.int64)
     ends = np.array([one.start + one.count for one in packed], np.int64)
     first_rows = np.concatenate([[0], counts.cumsum()])
-    last_rows = np.empty(len(batch), np.int64)
-    last_rows[order] = first_rows[1:] - 1
-    logits_rows = last_rows[[one.sample for one in batch]]
+    logits_rows = _logits_rows(batch, order, first_rows[1:] - 1)
     width = num_blocks_for(int(ends.max()), block_size)
     shape = StepShape(
         num_rows=int(counts.sum()),
@@ -144,6 +142,13 @@ def pack_decodes(
         dtype=np.int64,
     )
     return shape, numbers
+
+
+def _logits_rows(batch: Seq[ScheduledSequence], order: list[int], last_rows: Numbers) -> Numbers:
+    """In batch order; last_rows: [n], in packed order."""
+    in_batch_order = np.empty_like(last_rows)
+    in_batch_order[order] = last_rows
+    return in_batch_order[[one.sample for one in batch]]
 
 
 def _line(one: ScheduledSequence, width: int, block_size: int) -> Numbers:

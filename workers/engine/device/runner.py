@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from workers.engine.api import EngineInfo, Sampled, ScheduledSequence
+from workers.engine.api import EngineInfo, RunnerLost, Sampled, ScheduledSequence
 from workers.engine.device.backends import Backend
 from workers.engine.device.buckets import Buckets
 from workers.engine.device.graphs import Graphs
@@ -102,9 +102,18 @@ class DeviceRunner:
 
     def logits(self, batch: Seq[ScheduledSequence]) -> Tensor:
         """Compute the batch up to the logits: [n, vocab_size] on the host, a row per sequence with
-        ``sample`` set, in batch order. The one place in a step that waits for the device."""
-        with current(self._device):
-            return self._logits(batch)
+        ``sample`` set, in batch order. The one place in a step that waits for the device.
+
+        Raises:
+            RunnerLost: the device failed.
+        """
+        try:
+            with current(self._device):
+                return self._logits(batch)
+        except (
+            torch.AcceleratorError
+        ) as error:  # what comes after fails as well: its context is lost
+            raise RunnerLost(f"{self._device}: {error}") from error
 
     def _logits(self, batch: Seq[ScheduledSequence]) -> Tensor:
         size = self._bucket(batch)
