@@ -23,6 +23,7 @@ from infra.mesh_file import read_mesh_file
 from infra.parse import (
     ModelSource,
     choice,
+    device,
     model,
     models,
     number,
@@ -160,12 +161,15 @@ class WorkerConfig:
     engine: str = setting(
         "torch", choice("torch", "simulated"), "simulated: tokens from a hash, times from a model"
     )
+    device: str = setting(
+        "auto", device, "what it computes on: cpu, cuda, cuda:N; auto: CUDA where there is one"
+    )
     dtype: str = setting(
         "auto",
         choice("auto", "fp32", "bf16", "q4", "q4-exact"),
-        "numbers of weights and KV cache; auto: bf16 with native kernels, or where the processor "
-        "multiplies it; q4: 4-bit weights, KV cache in bf16; q4-exact: the same, slower, without "
-        "other rounding, KV cache in fp32",
+        "numbers of weights and KV cache; auto: bf16 with native kernels, on CUDA, or where the "
+        "processor multiplies it; q4: 4-bit weights, KV cache in bf16; q4-exact: the same, "
+        "slower, without other rounding, KV cache in fp32",
     )
     kernels: str = setting(
         "auto",

@@ -21,6 +21,7 @@ _UNITS = {
 }
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)\Z")
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,40}\Z")
+_DEVICE = re.compile(r"(auto|cpu|cuda(:\d{1,3})?)\Z")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@,]+\Z")
 
 
@@ -79,6 +80,13 @@ def choice(*names: str) -> Callable[[object], str]:
         return str(raw)
 
     return parse
+
+
+def device(raw: object) -> str:
+    """What an engine computes on: auto, cpu, cuda or cuda:N."""
+    if not isinstance(raw, str) or not _DEVICE.match(raw):
+        raise ValueError(f"{raw!r} is none of auto, cpu, cuda, cuda:0, cuda:1, …")
+    return raw
 
 
 def text(raw: object) -> str:

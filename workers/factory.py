@@ -35,6 +35,7 @@ def build_engine(config: WorkerConfig) -> tuple[Engine, str]:
 
         engine = build_torch_engine(
             facts.path,
+            device=config.device,
             dtype=config.dtype,
             kernels=config.kernels,
             kv_bytes=config.kv_memory,

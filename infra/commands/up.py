@@ -14,7 +14,7 @@ from schemas.errors import MeshError
 
 ALSO = {
     BridgeConfig: ("host", "port", "tls_cert", "tls_key", "cors_origins", "api_keys", "auth"),
-    WorkerConfig: ("engine", "dtype", "kernels", "kv_memory", "threads", "speed"),
+    WorkerConfig: ("engine", "device", "dtype", "kernels", "kv_memory", "threads", "speed"),
 }
 
 

@@ -17,6 +17,7 @@ runner       the torch runner: any decoder of transformers over paged KV
 forward      one forward pass over a packed batch
 attention    paged attention in transformers' registry
 paged_step   one step's view of the pool; the cache object that models write to
+device       the same on CUDA: blocks on the device, copied when they are exchanged
 sampler      logits to tokens
 candidates   the likeliest tokens in order, without a sort of the vocabulary
 penalties    bias, penalties, ends that come too early

@@ -106,7 +106,7 @@ class StepReport:
 class EngineInfo:
     """Facts about a loaded engine that others must agree on or may show."""
 
-    kind: str  # "torch" or "simulated"
+    kind: str  # "native", "torch" (general path), "cuda" or "simulated"
     context_length: int
     vocab_size: int
     eos_token_ids: frozenset[int]
@@ -204,7 +204,8 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Runner(Protocol):
-    """The part of an engine that knows a model. It writes KV into the pool it was given."""
+    """The part of an engine that knows a model. It writes KV into the pool it was given, or into
+    one of its own whose blocks it moves to and from that pool when it is told to."""
 
     info: EngineInfo
 
@@ -213,7 +214,31 @@ class Runner(Protocol):
 
         What a sequence gets does not depend on what else is in the batch (bit for bit in the
         simulated runner; up to rounding in torch).
+
+        Raises:
+            RunnerLost: nothing can be computed any more. Whatever else is raised is blamed on a
+                request of the batch.
         """
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy one slot's bytes to another (fork of a partly full block)."""
+
+    def export_blocks(self, blocks: Seq[int]) -> None:
+        """Bring what was computed into these slots of the shared pool; others read it there."""
+
+    def import_blocks(self, blocks: Seq[int]) -> None:
+        """Take over what others wrote into these slots of the shared pool."""
+
+
+class RunnerLost(Exception):
+    """A runner can compute no more, whatever the request: the engine is at its end."""
+
+
+class InSharedPool:
+    """Base of runners that compute in the shared pool itself: there is nothing to move."""
+
+    def export_blocks(self, blocks: Seq[int]) -> None:
+        """They are there."""
+
+    def import_blocks(self, blocks: Seq[int]) -> None:
+        """They are there."""

@@ -12,6 +12,8 @@ from infra.model_folder import open_model_folder
 from infra.transport.shm import SharedPool
 from schemas.errors import ConfigError
 from workers.engine.api import Runner
+from workers.engine.device.load import load_on_device
+from workers.engine.device.select import CPU, resolve_device
 from workers.engine.engine import Engine, EngineConfig
 from workers.engine.kv_layout import KvLayout
 from workers.engine.loader import QUANTISED, LoadedModel, load_model
@@ -28,6 +30,7 @@ def build_torch_engine(
     *,
     dtype: str = "auto",
     kernels: str = "auto",
+    device: str = "cpu",
     num_blocks: int | None = None,
     kv_bytes: int | None = None,
     block_size: int = 16,
@@ -38,9 +41,12 @@ def build_torch_engine(
 
     Args:
         dtype: of weights and KV cache, see :func:`workers.engine.loader.load_model`; "auto" is
-            bf16 on the native path, and on the other what this processor multiplies faster. "q4"
+            bf16 on the native path and on CUDA, else what this processor multiplies faster. "q4"
             (a KV cache in bf16) and "q4-exact" (in fp32) exist on the native path alone.
         kernels: "native", "general" (transformers' modules), or "auto": native where possible.
+        device: "cpu", "cuda", "cuda:N", or "auto": CUDA where there is one, unless dtype or kernels
+            exist on the CPU alone. On CUDA transformers' modules compute, and the shared pool
+            holds copies of the blocks that are exchanged.
         num_blocks, kv_bytes: the size of the KV pool; one of them. Memory is taken as blocks are
             written, not at once. From ``kv_bytes`` no more blocks are made than all sequences of
             full length could fill.
@@ -49,8 +55,8 @@ def build_torch_engine(
 
     Raises:
         ModelUnsupported: the model can't be served.
-        ConfigError: the pool has room for less than one block, an unknown dtype, or native
-            kernels were asked for, or are needed by ``dtype``, and can't be had.
+        ConfigError: the pool has room for less than one block, an unknown dtype, or a device or
+            native kernels were asked for, or are needed by ``dtype``, and can't be had.
     """
     if (num_blocks is None) == (kv_bytes is None):
         raise ConfigError("give either num_blocks or kv_bytes", param="kv_memory")
@@ -59,6 +65,9 @@ def build_torch_engine(
     builder = _Builder(
         Path(folder), dtype, block_size, num_blocks, kv_bytes, config or EngineConfig()
     )
+    where = _device(device, dtype, kernels)
+    if where != CPU:
+        return builder.on_device(where)
     reason = None if kernels == "general" else why_not_native(open_model_folder(folder).path)
     if kernels != "general" and reason is None:
         try:
@@ -75,8 +84,18 @@ def build_torch_engine(
     return builder.general()
 
 
+def _device(name: str, dtype: str, kernels: str) -> torch.device:
+    """What exists on the CPU alone decides for it where the device is left open."""
+    on_cpu_alone = dtype in QUANTISED or kernels == "native"
+    device = resolve_device("cpu" if name == "auto" and on_cpu_alone else name)
+    if device != CPU and on_cpu_alone:
+        what = f"dtype {dtype}" if dtype in QUANTISED else "native kernels"
+        raise ConfigError(f"{what} can't be had on {device}", param="device")
+    return device
+
+
 class _Builder:
-    """Builds one engine either way; both begin with the model as transformers loads it."""
+    """Builds one engine in one of the ways; all begin with the model as transformers loads it."""
 
     def __init__(
         self,
@@ -108,6 +127,14 @@ class _Builder:
         layout = layout_of(loaded, block_size=self._block_size)
         pool = self._pool(loaded, layout)
         return self._engine(TorchRunner(loaded, layout, pool.slots), pool, loaded)
+
+    def on_device(self, device: torch.device) -> Engine:
+        loaded = load_model(self._folder, "bf16" if self._dtype == "auto" else self._dtype)
+        layout = layout_of(loaded, block_size=self._block_size)
+        pool = self._pool(loaded, layout)
+        most = self._config.max_num_sequences
+        runner = load_on_device(loaded, layout, pool.slots, device, max_batch=most)
+        return self._engine(runner, pool, loaded)
 
     def _engine(self, runner: Runner, pool: SharedPool, loaded: LoadedModel) -> Engine:
         return Engine(runner, pool, Vocabulary.from_folder(loaded.facts.path), self._config)

@@ -19,6 +19,7 @@ from workers.engine.api import (
     EngineRequest,
     FailedRequest,
     Runner,
+    RunnerLost,
     Sampled,
     ScheduledSequence,
     StepReport,
@@ -41,7 +42,8 @@ class Engine:
     """See :class:`workers.engine.api.EngineApi` for what the calls promise.
 
     Attributes:
-        pool: the memory that the runner writes; other processes read blocks from it.
+        pool: the memory from which other processes read blocks; where the runner has none of its
+            own, it writes there.
         blocks: the books of that memory.
         grammars: what answers with a ``response_format`` keep to.
         runner: what computes; between steps it may be used beside the engine, for measuring.
@@ -99,6 +101,8 @@ class Engine:
             raise NoCapacity(
                 f"needs {active.num_blocks_needed} blocks, the pool has {self.blocks.num_blocks}"
             )
+        if request.imported_blocks and not active.is_finished:
+            self.runner.import_blocks(request.imported_blocks)
         self._num_arrived += 1
         self._is_stalled = False
         imported = self._reservations.pop(request.key, ())
@@ -218,6 +222,8 @@ class Engine:
             return []
         try:
             return self._run(chunks)
+        except RunnerLost:
+            raise
         except Exception as error:
             keys = [chunk.sequence.group.key for chunk in chunks]
             _log.error("batch_failed", keys=keys, exc_info=True)
@@ -273,7 +279,17 @@ class Engine:
             report.finished.append(active.finished())
             self.release(active.key)
         elif active.can_be_held:
-            report.held.append(active.hold())
+            self._hold(active, report)
+
+    def _hold(self, active: ActiveRequest, report: StepReport) -> None:
+        held = active.hold()
+        try:
+            self.runner.export_blocks(held.blocks)
+        except Exception as error:
+            _log.error("block_export_failed", key=active.key, exc_info=True)
+            self._fail(active, error, report)
+        else:
+            report.held.append(held)
 
     def _fail(self, active: ActiveRequest, error: Exception, report: StepReport) -> None:
         self.release(active.key)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from workers.engine.api import EngineInfo, Sampled, ScheduledSequence
+from workers.engine.api import EngineInfo, InSharedPool, Sampled, ScheduledSequence
 from workers.engine.forward import packed_logits
 from workers.engine.kv_layout import KvLayout
 from workers.engine.kv_pool import KvPool
@@ -38,7 +38,7 @@ def layout_of(loaded: LoadedModel, *, block_size: int) -> KvLayout:
     return layout
 
 
-class TorchRunner:
+class TorchRunner(InSharedPool):
     """A :class:`workers.engine.api.Runner` for a model of transformers.
 
     Args:

@@ -30,7 +30,7 @@ from infra.transport.shm import SharedPool
 from pipeline.prefix_hash import salt_of
 from schemas.codec import pack_ids
 from schemas.errors import ModelUnsupported
-from workers.engine.api import EngineInfo, Sampled, ScheduledSequence
+from workers.engine.api import EngineInfo, InSharedPool, Sampled, ScheduledSequence
 from workers.engine.engine import Engine
 from workers.engine.output import REPLACEMENT, Vocabulary
 from workers.engine.scheduler import EngineConfig
@@ -129,7 +129,7 @@ def _draw(scheduled: ScheduledSequence) -> tuple[int, int, int]:
     return seed, scheduled.index, scheduled.token_number
 
 
-class SimulatedRunner:
+class SimulatedRunner(InSharedPool):
     """Implements :class:`workers.engine.api.Runner` over a pool of 8-byte entries.
 
     Args:

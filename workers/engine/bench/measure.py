@@ -20,7 +20,6 @@ from workers.engine.bench.reference import Reference
 from workers.engine.bench.timing import median_ms
 from workers.engine.build import build_torch_engine
 from workers.engine.engine import Engine
-from workers.engine.loader import preferred_dtype
 from workers.engine.sampler import sample
 
 OURS = "ours"
@@ -70,7 +69,7 @@ def measure_engine(plan: EnginePlan) -> EngineFigures:
     others = {name: one for name, one in references.items() if one is not exact}
     return EngineFigures(
         kind=engine.info.kind,
-        dtype=_dtype(plan, engine.info.kind),
+        dtype=engine.info.dtype,
         decode_ms=decode_ms,
         prefill_ms=prefill_ms,
         sampling_ms=_sampling_ms(expected),
@@ -105,17 +104,11 @@ def _our_engine(plan: EnginePlan, text_ids: list[int]) -> Engine:
         plan.folder,
         dtype=plan.dtype,
         kernels=plan.kernels,
+        device=plan.device,
         num_blocks=num_blocks,
         block_size=plan.block_size,
         num_threads=plan.threads,
     )
-
-
-def _dtype(plan: EnginePlan, kind: str) -> str:
-    """What "auto" has come to, see :func:`workers.engine.build.build_torch_engine`."""
-    if plan.dtype != "auto":
-        return plan.dtype
-    return "bf16" if kind == "native" else preferred_dtype()
 
 
 def _timed(plan: EnginePlan, steps: dict[str, Callable[[], object]]) -> dict[str, float]:

@@ -19,8 +19,9 @@ class EnginePlan:
     """
 
     folder: Path
-    dtype: str = "auto"  # of our engine, as are the kernels
+    dtype: str = "auto"  # of our engine, as are kernels and device
     kernels: str = "auto"
+    device: str = "auto"
     threads: int = 1
     batches: tuple[int, ...] = (1, 8, 32)
     context: int = 250  # tokens that each decode has before it

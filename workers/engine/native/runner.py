@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from infra.model_folder import ModelFolder
-from workers.engine.api import EngineInfo, Sampled, ScheduledSequence
+from workers.engine.api import EngineInfo, InSharedPool, Sampled, ScheduledSequence
 from workers.engine.kv_layout import KvLayout
 from workers.engine.native.library import Batch, check
 from workers.engine.native.rope import RopeTable
@@ -24,7 +24,7 @@ from workers.engine.native.weights import NativeModel
 from workers.engine.sampler import sample
 
 
-class NativeRunner:
+class NativeRunner(InSharedPool):
     """A :class:`workers.engine.api.Runner` for a model of the Llama family.
 
     What a sequence gets does not depend on the batch, on how its prompt was cut into chunks, or on
