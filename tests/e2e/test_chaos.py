@@ -41,7 +41,7 @@ async def chaos(*flags: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 async def test_quick_chaos_with_the_simulated_engine() -> None:
-    """Eight faults, eight processes: no token is lost, repeated or wrong; nothing fails or leaks."""
+    """Eight faults, eight processes: no token is lost, repeated, wrong; nothing fails or leaks."""
     found = await chaos()
     assert {name: found[name] for name in ZEROS} == dict.fromkeys(ZEROS, 0)
     assert found["engine"] == "simulated"
