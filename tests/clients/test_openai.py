@@ -195,6 +195,86 @@ def test_echo_comes_in_front(client: openai.OpenAI) -> None:
         assert [texts[0], texts[1]] == [one.text for one in whole.choices]
 
 
+def test_echo_with_logprobs_scores_the_prompt(client: openai.OpenAI) -> None:
+    """Texts and token ids, in batches, with ``n``, whole and streamed: the prompt's tokens in front,
+    the first without a logprob; the answer is the one without."""
+    texts = ["Once upon a time", "Ein Märchen 😀, 漢字"]
+    for prompt in (texts, [[40, 41, 42], [7]]):
+        asked: dict[str, Any] = {"prompt": prompt, "n": 2, "logprobs": 2, **ASK}
+        bare = client.completions.create(**asked)
+        whole = client.completions.create(echo=True, **asked)
+        for one, other in zip(whole.choices, bare.choices, strict=True):
+            assert one.logprobs and other.logprobs
+            assert one.logprobs.tokens and one.logprobs.token_logprobs
+            assert one.logprobs.top_logprobs and one.logprobs.text_offset
+            front = len(one.logprobs.tokens) - len(other.logprobs.tokens or ())
+            assert front == len(one.logprobs.token_logprobs) - 24 >= 1
+            assert one.logprobs.token_logprobs[0] is one.logprobs.top_logprobs[0] is None
+            assert one.logprobs.token_logprobs[front:] == other.logprobs.token_logprobs
+            assert one.text.endswith(other.text)
+            assert one.logprobs.text_offset[front] == len(one.text) - len(other.text)
+            assert one.logprobs.text_offset == sorted(one.logprobs.text_offset)
+            for logprob, top in zip(
+                one.logprobs.token_logprobs[1:], one.logprobs.top_logprobs[1:], strict=True
+            ):
+                assert logprob in top.values() and logprob < 0
+        chunks: list[Completion] = list(client.completions.create(echo=True, stream=True, **asked))
+        for one in whole.choices:
+            parts = [c.choices[0] for c in chunks if c.choices[0].index == one.index]
+            assert "".join(part.text for part in parts) == one.text
+            found = [p.logprobs.token_logprobs or [] for p in parts if p.logprobs]
+            assert one.logprobs
+            assert [value for values in found for value in values] == one.logprobs.token_logprobs
+            assert parts[0].text == texts[one.index // 2] or prompt is not texts
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_loglikelihood_as_an_evaluation_asks_for_it(client: openai.OpenAI, max_tokens: int) -> None:
+    """lm-eval's ``local-completions``: batches of token ids, contexts with a continuation; what is
+    read is logprobs behind the context, and whether each is the greedy choice."""
+    context = list(range(40, 60))
+    greedy = client.completions.create(
+        model=MODEL, prompt=context, max_tokens=6, temperature=0, logprobs=1,
+        extra_body={**EXACT, "return_token_ids": None},
+    )  # fmt: skip
+    assert greedy.choices[0].logprobs and greedy.choices[0].logprobs.tokens
+    with httpx.Client(base_url=str(client.base_url), timeout=60) as http:
+        body = {"model": MODEL, "prompt": greedy.choices[0].text}
+        said = http.post("/../tokenize", json=body | {"add_special_tokens": False}).json()
+    continuations = [said["tokens"], [5, 6, 7]]
+    answer = client.completions.create(
+        model=MODEL,
+        prompt=[[*context, *continuation] for continuation in continuations],
+        temperature=0,
+        max_tokens=max_tokens,
+        logprobs=1,
+        seed=1234,
+        echo=True,
+    )
+    sums, is_greedy = [], []
+    for choice in sorted(answer.choices, key=lambda one: one.index):
+        assert choice.logprobs and choice.logprobs.token_logprobs and choice.logprobs.top_logprobs
+        end = len(choice.logprobs.token_logprobs) - max_tokens
+        own = choice.logprobs.token_logprobs[len(context) : end]
+        tops = choice.logprobs.top_logprobs[len(context) : end]
+        assert len(own) == len(continuations[choice.index])
+        sums.append(sum(own))
+        is_greedy.append(all(one == max(top.values()) for one, top in zip(own, tops, strict=True)))
+    assert answer.usage
+    assert answer.usage.completion_tokens == 2 * max_tokens
+    assert is_greedy == [True, False]
+    assert sums[0] == -0.25 * len(continuations[0]) > sums[1]
+
+
+def test_a_prompt_too_long_for_its_logprobs_is_refused(client: openai.OpenAI) -> None:
+    """Before anything is computed, by name."""
+    with pytest.raises(openai.BadRequestError, match="over 65536") as caught:
+        client.completions.create(
+            model=MODEL, prompt=[7] * 4000, max_tokens=1, logprobs=20, echo=True
+        )
+    assert caught.value.param == "logprobs"
+
+
 def test_a_salt_keeps_tenants_apart(client: openai.OpenAI) -> None:
     """The cache is told of in usage; what another salt left there is never used, and what was
     handed from worker to worker does not count."""
