@@ -78,8 +78,14 @@ def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionL
 
 
 def _alternatives(one: TokenLogprob) -> dict[str, float] | None:
-    tops = {top.token: _finite(top.logprob) for top in one.top}
-    return tops | {one.token: _finite(one.logprob)}
+    """By text, the token itself among them. Parts of characters all show as one text: a second of
+    that is called ``token_id:<id>``, as vLLM does, so that the likeliest is never missing."""
+    found: dict[str, float] = {}
+    for top in one.top:
+        is_taken = top.token in found or (top.token == one.token and top.token_id != one.token_id)
+        name = f"token_id:{top.token_id}" if is_taken else top.token
+        found[name] = _finite(top.logprob)
+    return found | {one.token: _finite(one.logprob)}
 
 
 def _places(tokens: Sequence[str], text: str) -> Iterator[int]:
