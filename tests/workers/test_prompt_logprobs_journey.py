@@ -5,19 +5,9 @@ from __future__ import annotations
 import pytest
 
 from schemas.tokens import StreamError, TokenDelta, TokenLogprob
-from tests.workers.engine.simulated_engines import make_engine, request_of, run
+from tests.workers.engine.simulated_engines import expected_scores
 from tests.workers.test_prefill_decode import alone, pair, same
 from tests.workers.workplace import PROMPT, Answer, Workplace
-
-
-def wanted(num_top: int) -> tuple[TokenLogprob, ...]:
-    """What one engine says of ``PROMPT``."""
-    engine = make_engine()
-    engine.add(request_of("alone", PROMPT, prompt_logprobs=num_top))
-    found = run(engine).outputs[0].prompt_logprobs
-    engine.pool.close()
-    assert found is not None
-    return found
 
 
 def scores(answer: Answer, index: int = 0) -> list[tuple[TokenLogprob, ...] | None]:
@@ -38,7 +28,7 @@ async def test_they_come_once_with_the_first_token(
     same(record, answer)
     for index in range(record.sampling.n):
         first, *others = scores(answer, index)
-        assert first == wanted(2)
+        assert first == expected_scores(PROMPT, 2)
         assert others == [None] * len(others)
     assert answer.end.usage.cached_tokens == 0
 
@@ -52,7 +42,7 @@ async def test_no_answer_is_asked_for(place: Workplace) -> None:
     assert answer.end.finish_reasons == ("length", "length")
     assert answer.end.usage.completion_tokens == 0
     assert [(delta.text, delta.logprobs) for delta in answer.deltas] == [("", None)] * 2
-    assert scores(answer, 0) == scores(answer, 1) == [wanted(0)]
+    assert scores(answer, 0) == scores(answer, 1) == [expected_scores(PROMPT, 0)]
     assert not len(prefill.host.leases)
 
 
@@ -81,7 +71,7 @@ async def test_a_take_over_brings_them_if_nobody_did(place: Workplace, count: in
     answer = await place.answer(record)
     same(record, answer)
     assert [found is not None for found in scores(answer)] == [True] + [False] * 11
-    assert scores(answer)[0] == wanted(2)
+    assert scores(answer)[0] == expected_scores(PROMPT, 2)
 
 
 async def test_more_than_a_message_holds_is_refused(

@@ -15,6 +15,7 @@ from tests.workers.engine.conftest import TinyFolder
 from tests.workers.engine.simulated_engines import (
     copy_blocks,
     engines,
+    expected_scores,
     make_engine,
     request_of,
     run,
@@ -184,11 +185,7 @@ def engine() -> Iterator[Engine]:
 @pytest.fixture
 def wanted() -> tuple[TokenLogprob, ...]:
     """Of ``PROMPT``, computed alone."""
-    alone = make_engine()
-    alone.add(request_of("alone", PROMPT, prompt_logprobs=3))
-    found = scores_of(run(alone), "alone")
-    alone.pool.close()
-    return found
+    return expected_scores(PROMPT, 3)
 
 
 def test_simulated_scores_fit_simulated_answers(engine: Engine) -> None:
