@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -239,7 +240,7 @@ def test_sampling_settings_reach_the_sampler(tiny_folder: TinyFolder) -> None:
     runner, _ = make_runner(tiny_folder("llama"))
     ids = prompts((6,), vocab_size=VOCAB_SIZE)[0]
     plain = scheduled(ids, [1, 2], 0, 6)
-    biased = replace(
+    biased = msgspec.structs.replace(
         scheduled(ids, [3, 4], 0, 6),
         sampling=SamplingParams(
             temperature=0.0, seed=0, max_tokens=1, logit_bias={77: 100.0}, logprobs=2
