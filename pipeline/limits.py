@@ -20,7 +20,7 @@ class Range(NamedTuple):
 
 
 RANGES: dict[str, Range] = {
-    "max_tokens": Range(1, 2**31 - 1),
+    "max_tokens": Range(0, 2**31 - 1),
     "min_tokens": Range(0, 2**31 - 1),
     "temperature": Range(0.0, 2.0),
     "top_p": Range(0.0, 1.0),
@@ -31,10 +31,14 @@ RANGES: dict[str, Range] = {
     "repetition_penalty": Range(0.01, 10.0),
     "seed": Range(-(2**63), 2**64 - 1),
     "logprobs": Range(0, 20),
+    "prompt_logprobs": Range(0, 20),
     "n": Range(1, 64),
 }
 PRIORITY = Range(-(2**31), 2**31 - 1)
 LOGIT_BIAS = Range(-100.0, 100.0)
+# Logprobs of a prompt's tokens, alternatives included, over all choices. Those of a choice travel
+# in one message of at most 8 MiB, which leaves 128 bytes for each; they take about 60.
+MAX_PROMPT_LOGPROBS = 65_536
 MAX_STOPS = 16
 MAX_STOP_CHARS = 512
 MAX_BIASED_TOKENS = 1024
@@ -68,6 +72,12 @@ def check_sampling(params: SamplingParams) -> None:
     """
     for field in RANGES:
         check_number(field, getattr(params, field))
+    if params.max_tokens == 0 and params.prompt_logprobs is None:
+        raise InvalidRequest(
+            "max_tokens must be at least 1, or 0 where only the prompt's logprobs are wanted "
+            "(echo and logprobs)",
+            param="max_tokens",
+        )
     if params.top_p == 0:
         raise InvalidRequest("top_p must be over 0", param="top_p")
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
@@ -107,6 +117,20 @@ def check_token_ids(field: str, ids: tuple[int, ...], vocab_size: int) -> None:
         raise InvalidRequest(f"token ids are from 0 to {vocab_size - 1}", param=field)
 
 
+def check_prompt_logprobs(params: SamplingParams, num_prompt: int) -> None:
+    """Raise InvalidRequest when a prompt of so many tokens has more logprobs than fit a message."""
+    if params.prompt_logprobs is None:
+        return
+    count = num_prompt * (1 + params.prompt_logprobs) * params.n
+    if count > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"{num_prompt} prompt tokens with {params.prompt_logprobs} alternatives each, for "
+            f"n={params.n}, are {count} logprobs, over {MAX_PROMPT_LOGPROBS}: ask for fewer "
+            "alternatives, or of a shorter prompt",
+            param="logprobs",
+        )
+
+
 class SequenceLimit(NamedTuple):
     """How long prompt and answer together may be, and why."""
 
@@ -125,7 +149,8 @@ class SequenceLimit(NamedTuple):
 
         Raises:
             ContextTooLong: the prompt, or prompt and ``max_tokens``, do not fit.
-            InvalidRequest: less fits than ``min_tokens``.
+            InvalidRequest: less fits than ``min_tokens``, or the prompt is too long for its
+                logprobs.
         """
         room = self.tokens - num_prompt
         if room < 1:
@@ -143,5 +168,6 @@ class SequenceLimit(NamedTuple):
             )
         if params.min_tokens > max_tokens:
             raise InvalidRequest("min_tokens may not be over max_tokens", param="min_tokens")
+        check_prompt_logprobs(params, num_prompt)
         seed = secrets.randbits(63) if params.seed is None else params.seed % 2**64
         return msgspec.structs.replace(params, max_tokens=max_tokens, seed=seed)

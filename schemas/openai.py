@@ -177,12 +177,13 @@ class ChatLogprobs(Answer, frozen=True, kw_only=True):
 class CompletionLogprobs(Answer, frozen=True, kw_only=True):
     """Logprobs in the form of completions: four lists of one length.
 
-    ``text_offset`` counts characters from the start of the choice's text.
+    ``text_offset`` counts characters from the start of the choice's text. With ``echo`` the
+    prompt's tokens come first; null stands for what the first of them has not.
     """
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 

@@ -31,10 +31,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     Order of application: logit bias, penalties, what is not allowed (``response_format``, ends
     before ``min_tokens``), temperature, top-k, top-p, min-p. Logprobs are those before temperature,
-    after all that stands in front of it.
+    after all that stands in front of it; those of the prompt are the model's own, before all this.
     """
 
-    max_tokens: int | None = None  # None: as many as the context has room for
+    # None: as many as the context has room for. 0, with prompt_logprobs: one is generated, and
+    # neither shown nor counted.
+    max_tokens: int | None = None
     min_tokens: int = 0  # before that neither eos nor a stop ends the answer
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
@@ -49,6 +51,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; k: the chosen token and the k most likely
+    # None: none; k: each prompt token's, but the first's, and those of the k most likely there
+    prompt_logprobs: int | None = None
     n: int = 1
     response_format: ResponseFormat | None = None
 

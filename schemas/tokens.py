@@ -36,6 +36,9 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     ``text`` may be shorter than the tokens say: text that could still become a stop string, or
     half a character, is held back and comes with a later delta.
+
+    Where the request asks for ``prompt_logprobs``, token 0 of each choice brings them: one entry
+    per token of the prompt. The first has none before it: its logprob is 0 and means nothing.
     """
 
     request_id: str
@@ -46,6 +49,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     index: int = 0  # the choice
     finish_reason: str | None = None  # "stop" or "length", on the last delta of a choice
     logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 class TokenBatch(Message, frozen=True, kw_only=True, tag="token-batch/1"):

@@ -29,6 +29,7 @@ from schemas.errors import (
     EngineFailed,
     MeshError,
     NoCapacity,
+    PayloadTooLarge,
     QueueFull,
 )
 from schemas.tokens import StreamEnd, TokenBatch, TokenDelta, Usage
@@ -89,6 +90,7 @@ class Running:
             index=output.index,
             finish_reason=output.finish_reason,
             logprobs=None if output.logprob is None else (output.logprob,),
+            prompt_logprobs=output.prompt_logprobs,
         )
 
 
@@ -244,15 +246,7 @@ class Execution:
     # Reports ---------------------------------------------------------------------------------
 
     async def _publish(self, report: StepReport) -> None:
-        by_reader: dict[str, list[TokenDelta]] = {}
-        for output in report.outputs:
-            running = self._running.get(output.key)
-            if running is None:
-                continue  # cancelled or given up while this step ran
-            by_reader.setdefault(running.reader, []).append(running.take(output))
-        is_last = bool(report.finished or report.held)
-        for reader, deltas in by_reader.items():
-            await self._write(reader, deltas, ask=is_last)
+        await self._publish_tokens(report)
         self._metrics.tokens_generated.inc(len(report.outputs))
         self._metrics.tokens_computed.inc(report.num_computed_tokens)
         for finished in report.finished:
@@ -270,6 +264,31 @@ class Execution:
                 self._log.error("request_failed", key=failed.key, reason=failed.message)
                 self.spawn(self._abandon(running.claimed, error), f"fail {failed.key}")
 
+    async def _publish_tokens(self, report: StepReport) -> None:
+        by_reader: dict[str, list[TokenDelta]] = {}
+        is_last = bool(report.finished or report.held)
+        for output in report.outputs:
+            running = self._running.get(output.key)
+            if running is None:
+                continue  # cancelled or given up while this step ran
+            delta = running.take(output)
+            if delta.prompt_logprobs is None:
+                by_reader.setdefault(running.reader, []).append(delta)
+            else:
+                await self._write_scored(running, delta, ask=is_last)
+        for reader, deltas in by_reader.items():
+            await self._write(reader, deltas, ask=is_last)
+
+    async def _write_scored(self, running: Running, delta: TokenDelta, *, ask: bool) -> None:
+        """In a message of its own: a long prompt's logprobs nearly fill one. Admission bounds their
+        number; where the vocabulary has long tokens, they may be too much all the same."""
+        try:
+            await self._write(running.reader, [delta], ask=ask)
+        except PayloadTooLarge as error:
+            self._running.pop(running.claimed.key, None)
+            refused = PayloadTooLarge(f"the prompt's logprobs: {error.message}", param="logprobs")
+            self.spawn(self._abandon(running.claimed, refused), f"refuse {running.claimed.key}")
+
     async def _write(self, reader: str, deltas: list[TokenDelta], *, ask: bool) -> None:
         batch = TokenBatch(worker=self._claims.worker, deltas=tuple(deltas))
         await self._writer.until_room()
@@ -283,6 +302,7 @@ class Execution:
         claimed = running.claimed
         num_prompt = len(claimed.record.prompt_ids) // 4
         num_cached = min(running.num_cached_tokens + finished.num_cached_tokens, num_prompt)
+        is_answered = claimed.record.sampling.max_tokens != 0  # else the one token is hidden
         entry = StreamEnd(
             request_id=claimed.record.request_id,
             epoch=claimed.epoch,
@@ -290,7 +310,7 @@ class Execution:
             finish_reasons=finished.finish_reasons,
             usage=Usage(
                 prompt_tokens=num_prompt,
-                completion_tokens=sum(finished.num_tokens),
+                completion_tokens=sum(finished.num_tokens) if is_answered else 0,
                 cached_tokens=num_cached,
             ),
         )

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.bridge.logprobs import chat_logprobs, completion_logprobs
+from pipeline.bridge.logprobs import (
+    chat_logprobs,
+    completion_logprobs,
+    echo_logprobs,
+    joined,
+)
 from schemas.errors import (
     InvalidRequest,
     MeshError,
@@ -19,6 +24,7 @@ from schemas.openai import (
     ChatCompletion,
     Completion,
     CompletionChoice,
+    CompletionLogprobs,
     ErrorAnswer,
     ErrorBody,
     ModelList,
@@ -93,11 +99,14 @@ class Gathered:
         self._echoes = echoes
         self._texts: list[list[str]] = [[echo] for echo in echoes]
         self._logprobs: list[list[TokenLogprob]] = [[] for _ in echoes]
+        self._prompts: list[Sequence[TokenLogprob]] = [()] * len(echoes)
 
     def add(self, choice: int, delta: TokenDelta) -> None:
         """Take one delta, in order."""
         self._texts[choice].append(delta.text)
         self._logprobs[choice].extend(delta.logprobs or ())
+        if delta.prompt_logprobs:
+            self._prompts[choice] = delta.prompt_logprobs
 
     def chat(self, about: Identity, reasons: Sequence[str], usage: Usage) -> ChatCompletion:
         """The whole answer of chat; ``reasons`` has one finish reason per choice."""
@@ -125,9 +134,7 @@ class Gathered:
             CompletionChoice(
                 index=i,
                 text="".join(self._texts[i]),
-                logprobs=completion_logprobs(self._logprobs[i], len(self._echoes[i]))
-                if self._logprobs[i]
-                else None,
+                logprobs=self._completion_logprobs(i),
                 finish_reason=known_reason(reason),
             )
             for i, reason in enumerate(reasons)
@@ -140,3 +147,10 @@ class Gathered:
             usage=usage_block(usage),
             system_fingerprint=about.fingerprint,
         )
+
+    def _completion_logprobs(self, choice: int) -> CompletionLogprobs | None:
+        """Of the prompt, if asked for, and the answer."""
+        echo, prompt = self._echoes[choice], self._prompts[choice]
+        own = self._logprobs[choice]
+        found = completion_logprobs(own, len(echo)) if own or prompt else None
+        return joined(echo_logprobs(prompt, echo), found) if found and prompt else found

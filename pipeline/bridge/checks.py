@@ -13,11 +13,12 @@ from schemas.unserved import unserved
 MAX_MODEL_NAME = 255
 
 # The body's numbers. What ``SamplingParams`` has under the same name is bounded in one place for
-# HTTP and bus; ``logprobs`` is not here: a number in completions, a boolean in chat.
+# HTTP and bus; ``logprobs`` is not here: a number in completions, a boolean in chat. A prompt's are
+# asked for by ``echo`` beside it.
 BODY_RANGES: dict[str, Range] = {
-    **{name: allowed for name, allowed in RANGES.items() if name != "logprobs"},
+    **{name: allowed for name, allowed in RANGES.items() if not name.endswith("logprobs")},
     "top_k": Range(-1, RANGES["top_k"].high),  # -1 is vLLM's word for "off"
-    "max_completion_tokens": RANGES["max_tokens"],
+    "max_completion_tokens": Range(1, RANGES["max_tokens"].high),
     "top_logprobs": RANGES["logprobs"],
     "best_of": RANGES["n"],
     "priority": Range(-(2**31), 2**31 - 1),
@@ -50,13 +51,6 @@ _UNSERVED_IN_CHAT: tuple[tuple[str, Asks, str], ...] = (
     ),
     ("echo", lambda body: body.echo, "echo is not served in chat"),
 )
-_UNSERVED_IN_COMPLETIONS: tuple[tuple[str, Asks, str], ...] = (
-    (
-        "logprobs",
-        lambda body: body.echo and body.logprobs is not None,
-        "logprobs of the prompt are not served: use logprobs or echo, not both",
-    ),
-)
 
 
 def check(body: GenerationBody) -> None:
@@ -73,7 +67,7 @@ def check(body: GenerationBody) -> None:
             raise InvalidRequest(f"{name} must be from {low} to {high}, not {value}", param=name)
     if found := unserved(body):
         raise InvalidRequest(found[1], param=found[0])
-    more = _UNSERVED_IN_CHAT if isinstance(body, ChatBody) else _UNSERVED_IN_COMPLETIONS
+    more = _UNSERVED_IN_CHAT if isinstance(body, ChatBody) else ()
     for name, asks, reason in _UNSERVED + more:
         if asks(body):
             raise InvalidRequest(reason, param=name)

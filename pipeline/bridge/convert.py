@@ -93,9 +93,14 @@ def completion_requests(body: CompletionBody, arrival: Arrival) -> list[Inferenc
             f"{len(prompts)} prompts with n={body.n or 1} are over {MAX_CHOICES} choices",
             param="prompt",
         )
-    max_tokens = body.max_tokens or COMPLETION_MAX_TOKENS
-    sampling = _sampling(body, max_tokens=max_tokens, logprobs=body.logprobs)
+    max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     echo = bool(body.echo)
+    sampling = _sampling(
+        body,
+        max_tokens=max_tokens,
+        logprobs=body.logprobs,
+        prompt_logprobs=body.logprobs if echo else None,
+    )
     return [_request(body, arrival, sampling, prompt=prompt, echo=echo) for prompt in prompts]
 
 
@@ -160,7 +165,11 @@ def _token_ids(where: str, ids: Any) -> tuple[int, ...]:
 
 
 def _sampling(
-    body: GenerationBody, *, max_tokens: int | None, logprobs: int | None
+    body: GenerationBody,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     given = {
         name: value
@@ -176,6 +185,7 @@ def _sampling(
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         response_format=_response_format(body.response_format),
         **given,
     )

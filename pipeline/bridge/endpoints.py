@@ -120,6 +120,7 @@ def events_of(
             include_usage=note.include_usage,
             continuous_usage=note.continuous_usage,
             event_ids=event_ids,
+            counts_tokens=generation.accepted[0].max_tokens != 0,
         ),
         prompt_tokens=generation.prompt_tokens,
         echoes=generation.echoes,

@@ -1,8 +1,8 @@
 """Server-sent events of one answer: a delta in, the bytes of its events out.
 
 What is the same in every event of a choice is built once; for a plain token only its text is
-encoded in between. Per choice: an opening (the role, or the echoed prompt) together with the
-first token, one event per delta that has text or logprobs, and exactly one event with a finish
+encoded in between. Per choice: an opening (the role, or the echoed prompt and its logprobs) with
+the first token, one event per delta that has text or logprobs, and exactly one event with a finish
 reason. Nothing here does I/O.
 
 The events of one request are a function of its token stream alone, so every bridge writes the same
@@ -19,7 +19,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from pipeline.bridge.answers import Identity, error_answer, known_reason, usage_block
-from pipeline.bridge.logprobs import chat_logprobs, completion_logprobs
+from pipeline.bridge.logprobs import chat_logprobs, completion_logprobs, echo_logprobs
 from schemas.errors import InvalidRequest, MeshError
 from schemas.openai import (
     ChatChunk,
@@ -29,7 +29,7 @@ from schemas.openai import (
     Delta,
     UsageBlock,
 )
-from schemas.tokens import TokenDelta, Usage
+from schemas.tokens import TokenDelta, TokenLogprob, Usage
 
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -51,6 +51,7 @@ class StreamForm:
     include_usage: bool = False
     continuous_usage: bool = False
     event_ids: bool = False
+    counts_tokens: bool = True  # False: the answer is to have none, what comes is hidden
 
 
 class Events(ABC):
@@ -103,8 +104,8 @@ class Events(ABC):
     def _any_delta(self, choice: int, delta: TokenDelta) -> bytes:
         if self._finished[choice]:
             return b""
-        parts = [self._open(choice)]
-        if self.form.continuous_usage:
+        parts = [self._open(choice, delta.prompt_logprobs or ())]
+        if self.form.continuous_usage and self.form.counts_tokens:
             self._count(len(delta.ids))
         if delta.text or delta.logprobs:
             parts.append(self._event(self._text(choice, delta)))
@@ -112,7 +113,7 @@ class Events(ABC):
             parts.append(self._close(choice, delta.finish_reason))
         return b"".join(parts)
 
-    def _open(self, choice: int) -> bytes:
+    def _open(self, choice: int, prompt: Sequence[TokenLogprob] = ()) -> bytes:
         if self._heads[choice]:
             return b""
         sample = _encode(self._text(choice, TokenDelta(request_id="", epoch=0, number=0, ids=(),
@@ -120,7 +121,7 @@ class Events(ABC):
         head, _, tail = sample.rpartition(_MARK_JSON)
         self._heads[choice] = b"data: " + head
         self._tail = tail + b"\n\n"
-        opening = self._opening(choice, self._echoes[choice])
+        opening = self._opening(choice, self._echoes[choice], prompt)
         return self._event(opening) if opening is not None else b""
 
     def _close(self, choice: int, reason: str) -> bytes:
@@ -176,7 +177,9 @@ class Events(ABC):
         return None if self.form.include_usage else UNSET
 
     @abstractmethod
-    def _opening(self, choice: int, echo: str) -> msgspec.Struct | None: ...
+    def _opening(
+        self, choice: int, echo: str, prompt: Sequence[TokenLogprob]
+    ) -> msgspec.Struct | None: ...
 
     @abstractmethod
     def _text(self, choice: int, delta: TokenDelta) -> msgspec.Struct: ...
@@ -202,7 +205,7 @@ class ChatEvents(Events):
             usage=usage or self._usage_now,
         )
 
-    def _opening(self, choice: int, echo: str) -> ChatChunk:
+    def _opening(self, choice: int, echo: str, prompt: Sequence[TokenLogprob]) -> ChatChunk:
         return self._chunk([ChunkChoice(index=choice, delta=Delta(role="assistant", content=echo))])
 
     def _text(self, choice: int, delta: TokenDelta) -> ChatChunk:
@@ -250,8 +253,11 @@ class CompletionEvents(Events):
             usage=usage or self._usage_now,
         )
 
-    def _opening(self, choice: int, echo: str) -> Completion | None:
-        return self._chunk([CompletionChoice(index=choice, text=echo)]) if echo else None
+    def _opening(self, choice: int, echo: str, prompt: Sequence[TokenLogprob]) -> Completion | None:
+        if not (echo or prompt):
+            return None
+        logprobs = echo_logprobs(prompt, echo) if prompt else None
+        return self._chunk([CompletionChoice(index=choice, text=echo, logprobs=logprobs)])
 
     def _text(self, choice: int, delta: TokenDelta) -> Completion:
         logprobs = None

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from openai.types import Completion
+from openai.types import Completion, CompletionChoice
 from openai.types.chat import ChatCompletionChunk
 
 from tests.clients.conftest import MODEL
@@ -193,6 +193,98 @@ def test_echo_comes_in_front(client: openai.OpenAI) -> None:
             list(client.completions.create(prompt=prompt, n=2, echo=True, stream=True, **ASK))
         )
         assert [texts[0], texts[1]] == [one.text for one in whole.choices]
+
+
+def test_echo_with_logprobs_scores_the_prompt(client: openai.OpenAI) -> None:
+    """Texts and token ids, in batches, with ``n``, whole and streamed: the prompt's tokens in
+    front, the first without a logprob; the answer is the one without."""
+    texts = ["Once upon a time", "Ein Märchen 😀, 漢字"]
+    for prompt in (texts, [[40, 41, 42], [7]]):
+        asked: dict[str, Any] = {"prompt": prompt, "n": 2, "logprobs": 2, **ASK}
+        bare = client.completions.create(**asked)
+        whole = client.completions.create(echo=True, **asked)
+        for one, other in zip(whole.choices, bare.choices, strict=True):
+            check_scores(one, other)
+            assert prompt is not texts or one.text == texts[one.index // 2] + other.text
+        chunks: list[Completion] = list(client.completions.create(echo=True, stream=True, **asked))
+        for one in whole.choices:
+            parts = [c.choices[0] for c in chunks if c.choices[0].index == one.index]
+            assert "".join(part.text for part in parts) == one.text
+            found = [p.logprobs.token_logprobs or [] for p in parts if p.logprobs]
+            assert [x for part in found for x in part] == tokens_and_logprobs(one)[1]
+
+
+def tokens_and_logprobs(choice: CompletionChoice) -> tuple[list[str], list[float | None]]:
+    assert choice.logprobs
+    return choice.logprobs.tokens or [], list(choice.logprobs.token_logprobs or [])
+
+
+def check_scores(one: CompletionChoice, bare: CompletionChoice) -> None:
+    """``one`` is ``bare`` behind its prompt."""
+    (tokens, logprobs), (own_tokens, own) = tokens_and_logprobs(one), tokens_and_logprobs(bare)
+    front = len(tokens) - len(own_tokens)
+    assert front >= 1
+    assert (tokens[front:], logprobs[front:]) == (own_tokens, own)
+    assert one.text.endswith(bare.text)
+    assert one.logprobs
+    offsets, tops = one.logprobs.text_offset or [], one.logprobs.top_logprobs or []
+    assert offsets == sorted(offsets)
+    assert offsets[front] == len(one.text) - len(bare.text)
+    assert logprobs[0] is tops[0] is None
+    for token, logprob, top in zip(tokens[1:], logprobs[1:], tops[1:], strict=True):
+        assert token in top
+        assert logprob in top.values()
+        assert 2 <= len(top) <= 3
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_loglikelihood_as_an_evaluation_asks_for_it(
+    client: openai.OpenAI, base_url: str, max_tokens: int
+) -> None:
+    """lm-eval's ``local-completions``: batches of token ids, contexts with a continuation; what is
+    read is logprobs behind the context, and whether each is the greedy choice."""
+    context = list(range(40, 60))
+    greedy = client.completions.create(
+        model=MODEL, prompt=context, max_tokens=3, temperature=0, logprobs=1, extra_body=EXACT
+    ).choices[0]
+    continuations = [[], [5, 6, 7]]
+    for token in tokens_and_logprobs(greedy)[0]:
+        question = {"model": MODEL, "prompt": token, "add_special_tokens": False}
+        said = httpx.post(base_url.replace("/v1", "/tokenize"), json=question, timeout=60).json()
+        continuations[0] += said["tokens"]
+    answer = client.completions.create(
+        model=MODEL,
+        prompt=[[*context, *continuation] for continuation in continuations],
+        temperature=0,
+        max_tokens=max_tokens,
+        logprobs=1,
+        seed=1234,
+        echo=True,
+    )
+    sums, is_greedy = [], []
+    for choice in sorted(answer.choices, key=lambda one: one.index):
+        assert choice.logprobs
+        _, logprobs = tokens_and_logprobs(choice)
+        end = len(logprobs) - max_tokens
+        own = [one for one in logprobs[len(context) : end] if one is not None]
+        tops = (choice.logprobs.top_logprobs or [])[len(context) : end]
+        assert len(own) == len(continuations[choice.index]) == 3
+        sums.append(sum(own))
+        is_greedy.append(all(one == max(top.values()) for one, top in zip(own, tops, strict=True)))
+    assert answer.usage
+    assert answer.usage.completion_tokens == 2 * max_tokens
+    assert is_greedy == [True, False]
+    assert sums[0] == -0.75
+    assert sums[1] < -0.75
+
+
+def test_a_prompt_too_long_for_its_logprobs_is_refused(client: openai.OpenAI) -> None:
+    """Before anything is computed, by name."""
+    with pytest.raises(openai.BadRequestError, match="over 65536") as caught:
+        client.completions.create(
+            model=MODEL, prompt=[7] * 4000, max_tokens=1, logprobs=20, echo=True
+        )
+    assert caught.value.param == "logprobs"
 
 
 def test_a_salt_keeps_tenants_apart(client: openai.OpenAI) -> None:

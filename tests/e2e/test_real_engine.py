@@ -103,6 +103,34 @@ async def test_seeded_answers_do_not_depend_on_the_batch(mesh: Mesh, client: Mes
     await mesh.until_idle()
 
 
+async def test_prompt_logprobs_are_those_of_transformers(
+    mesh: Mesh, client: MeshClient, default_folder: Path
+) -> None:
+    """Chunked, with beginnings in the cache that are of no use here, answers decoded by another
+    process: every prompt token has the logprob of ``log_softmax``, and the likeliest is right."""
+    torch.set_num_threads(1)
+    model = reference_model(default_folder)
+    tokenizer = Tokenizer.from_file(str(default_folder / "tokenizer.json"))
+    prompts = (" ".join(PROMPTS[:5]), PROMPTS[5])
+    answers = await ask_all(
+        mesh, client, prompts, max_tokens=4, temperature=0.0, prompt_logprobs=1, n=2
+    )
+    for prompt, answer in zip(prompts, answers, strict=True):
+        ids = torch.tensor([tokenizer.encode(prompt).ids])
+        with torch.inference_mode():
+            expected = model(ids).logits[0].log_softmax(-1)[:-1]
+        by_choice = [delta.prompt_logprobs for delta in answer.deltas if delta.number == 0]
+        assert by_choice[0] == by_choice[1]
+        found = by_choice[0] or ()
+        assert [one.token_id for one in found] == ids[0].tolist()
+        logprobs = torch.tensor([one.logprob for one in found[1:]])
+        assert torch.allclose(logprobs, expected.gather(1, ids[0, 1:, None])[:, 0], atol=1e-3)
+        top = torch.tensor([one.top[0].logprob for one in found[1:]])
+        assert torch.allclose(top, expected.amax(-1), atol=1e-3)
+        assert answer.usage.cached_tokens == 0
+    await mesh.until_idle()
+
+
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_a_worker_lost_in_mid_request_changes_nothing(

@@ -429,7 +429,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
             ("temperature", -0.1), ("temperature", 2.1), ("temperature", float("nan")),
             ("temperature", float("inf")), ("top_p", 0.0), ("top_p", 1.5), ("top_k", -1),
             ("min_p", 1.1), ("presence_penalty", 2.5), ("frequency_penalty", -2.5),
-            ("repetition_penalty", 0.0), ("logprobs", 21), ("n", 0), ("n", 65),
+            ("repetition_penalty", 0.0), ("logprobs", 21), ("prompt_logprobs", 21),
+            ("n", 0), ("n", 65),
         )
     },
 }  # fmt: skip

@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 
 from pipeline.limits import (
     MAX_BIASED_TOKENS,
+    MAX_PROMPT_LOGPROBS,
     MAX_STOP_CHARS,
     MAX_STOPS,
     PRIORITY,
     RANGES,
+    SequenceLimit,
     check_priority,
     check_sampling,
     check_token_ids,
@@ -55,9 +57,11 @@ def test_defaults_are_allowed() -> None:
 
 @each_field
 def test_bounds_belong_to_the_range(field: str) -> None:
-    """Both ends are allowed, but for top_p, where nothing would be left at 0."""
+    """Both ends are allowed, but for top_p, where nothing would be left at 0. No answer at all may
+    be asked for where the prompt's logprobs are."""
     low, high = RANGES[field]
     others = {"max_tokens": 2**31 - 1} if field == "min_tokens" else {}
+    others |= {"prompt_logprobs": 0} if field == "max_tokens" else {}
     for value in (low, high):
         if (field, value) != ("top_p", 0.0):
             check_sampling(params(**{field: value}, **others))
@@ -90,6 +94,24 @@ def test_biases_are_bounded(bias: float) -> None:
     assert refused_field(logit_bias={1: 0.0, 2: bias}) == "logit_bias"
     check_sampling(params(logit_bias=dict.fromkeys(range(MAX_BIASED_TOKENS), 100.0)))
     assert refused_field(logit_bias=dict.fromkeys(range(MAX_BIASED_TOKENS + 1), 1.0))
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "fields"),
+    [
+        (MAX_PROMPT_LOGPROBS, {"prompt_logprobs": 0}),
+        (MAX_PROMPT_LOGPROBS // 6, {"prompt_logprobs": 5}),
+        (MAX_PROMPT_LOGPROBS // 8, {"prompt_logprobs": 1, "n": 4}),
+    ],
+)
+def test_a_prompts_logprobs_fit_a_message(num_prompt: int, fields: dict[str, Any]) -> None:
+    """Tokens times alternatives times choices are bounded; without logprobs the prompt is not."""
+    limit = SequenceLimit(2**20, "so it is here")
+    assert limit.resolve(params(max_tokens=0, **fields), num_prompt, "prompt").max_tokens == 0
+    limit.resolve(params(max_tokens=1), num_prompt + 1, "prompt")
+    with pytest.raises(InvalidRequest, match="over 65536") as caught:
+        limit.resolve(params(max_tokens=1, **fields), num_prompt + 1, "prompt")
+    assert (caught.value.param, caught.value.http_status) == ("logprobs", 400)
 
 
 def test_stops_are_few_short_and_not_empty() -> None:

@@ -7,6 +7,7 @@ from workers.engine.api import EngineInfo, EngineRequest, FinishedRequest, HeldR
 from workers.engine.choice import Choice
 from workers.engine.grammar import Grammars
 from workers.engine.output import OutputProcessor, Vocabulary
+from workers.engine.prompt_scores import PromptScores
 from workers.engine.sequence import ROOT, Group, Sequence, num_blocks_for
 
 
@@ -34,6 +35,7 @@ class ActiveRequest:
         self.choices = [
             self._choice(index, info, vocabulary, grammars) for index in range(request.sampling.n)
         ]
+        self.group.scores = self._scores()
         if self._needs_root():
             self.group.root = self._sequence(ROOT)
             self.group.keeps_root = request.hold_after_first
@@ -59,6 +61,14 @@ class ActiveRequest:
         if request.tokens:
             choice.replay(request.tokens[index])
         return choice
+
+    def _scores(self) -> PromptScores | None:
+        """For choices that have their first token, the scores are out already."""
+        if self.request.sampling.prompt_logprobs is None:
+            return None
+        if all(choice.sequence.num_tokens for choice in self.running_choices):
+            return None
+        return PromptScores(self.request.prompt_ids)
 
     def _needs_root(self) -> bool:
         if self.request.sampling.n == 1 or self.is_finished:
@@ -99,13 +109,16 @@ class ActiveRequest:
         return num_blocks_for(num_prompt, size) + max(own)
 
     def take_import(self) -> tuple[Sequence, tuple[int, ...]]:
-        """Give the imported blocks to the sequence they are for.
+        """Give the imported blocks to the sequence they are for. One whose scores are wanted has
+        no use for them.
 
         Returns:
             That sequence, and blocks it has no use for.
         """
         sequence = self.group.root or self.running_choices[0].sequence
         most = len(sequence.token_ids) - (0 if sequence.is_root else 1)
+        if self.group.scores is not None:
+            most = 0
         sequence.num_computed_tokens = min(self.request.num_imported_tokens, most)
         blocks = self.request.imported_blocks
         num_kept = num_blocks_for(sequence.num_computed_tokens, self._block_size)

@@ -14,13 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from schemas.control import Load
 from schemas.requests import SamplingParams
 from schemas.tokens import TokenLogprob
+
+if TYPE_CHECKING:
+    from workers.engine.prompt_scores import PromptScores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +55,10 @@ class EngineRequest:
 
 
 class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """One new token of one choice, and the text that became visible with it."""
+    """One new token of one choice, and the text that became visible with it.
+
+    ``prompt_logprobs``: with token 0 of each choice, in the form of a ``TokenDelta``.
+    """
 
     key: str
     index: int
@@ -61,6 +67,7 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     finish_reason: str | None = None
     logprob: TokenLogprob | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,15 +195,25 @@ class ScheduledSequence(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     index: int  # the choice
     allowed: bytes | None = None  # ids that may come next (bit i % 8 of byte i // 8); None: all
+    scores: PromptScores | None = None  # where the runner notes those of ``scored``; None: nowhere
 
     @property
     def token_number(self) -> int:
         """The number of the token that this step would sample."""
         return len(self.token_ids) - self.num_prompt_tokens
 
+    @property
+    def scored(self) -> range:
+        """The positions of this step whose logits say how likely the prompt's next token was."""
+        if self.scores is None:
+            return range(self.start, self.start)
+        end = min(self.start + self.count, self.num_prompt_tokens - 1)
+        return range(self.start, max(self.start, end))
+
 
 class Sampled(msgspec.Struct, frozen=True, kw_only=True):
-    """One sampled token; ``logprob`` and ``top`` only when the request asks for logprobs."""
+    """One sampled token, or one that the prompt has; ``logprob`` and ``top`` only when the request
+    asks for logprobs."""
 
     token_id: int
     logprob: float = 0.0
@@ -210,7 +227,8 @@ class Runner(Protocol):
     info: EngineInfo
 
     def execute(self, batch: Seq[ScheduledSequence]) -> list[Sampled]:
-        """Compute the batch; one result per sequence with ``sample`` set, in batch order.
+        """Compute the batch; one result per sequence with ``sample`` set, in batch order. The
+        scores of a prompt are put where its sequence says.
 
         What a sequence gets does not depend on what else is in the batch (bit for bit in the
         simulated runner; up to rounding in torch).

@@ -17,6 +17,7 @@ class Choice:
     Attributes:
         finish_reason: "stop" or "length" once it ended, else None.
         has_sampled: whether a token was sampled here, not only taken over.
+        hides_token: whether its one token is no part of the answer, which is to have none.
         matcher: what its tokens may be; None: anything.
     """
 
@@ -32,6 +33,7 @@ class Choice:
         self.matcher = matcher
         self.finish_reason: str | None = None
         self.has_sampled = False
+        self.hides_token = sampling.max_tokens == 0
         self._output = output
         self._min_tokens = sampling.min_tokens
         eos = frozenset() if sampling.ignore_eos else info.eos_token_ids
@@ -51,6 +53,9 @@ class Choice:
         sequence, output = self.sequence, self._output
         number = sequence.num_tokens
         sequence.token_ids.append(token_id)
+        if self.hides_token:
+            self.finish_reason = "length"
+            return ""
         if token_id in self._end_ids and number >= self._min_tokens:
             self.finish_reason = "stop"
             return output.finish()
@@ -78,7 +83,8 @@ class Choice:
 
 
 def max_length(num_prompt_tokens: int, sampling: SamplingParams, info: EngineInfo) -> int:
-    """Prompt and answer together have at most this many tokens."""
+    """Prompt and answer together have at most this many tokens; an answer has one at least, if
+    only a hidden one."""
     if sampling.max_tokens is None:
         return info.context_length
-    return min(info.context_length, num_prompt_tokens + sampling.max_tokens)
+    return min(info.context_length, num_prompt_tokens + max(1, sampling.max_tokens))

@@ -251,7 +251,8 @@ class Engine:
         number = sequence.num_tokens
         text = choice.accept(sampled.token_id)
         choice.has_sampled = True
-        wants_logprob = active.request.sampling.logprobs is not None
+        wants_logprob = active.request.sampling.logprobs is not None and not choice.hides_token
+        scores = active.group.scores if number == 0 else None
         report.outputs.append(
             TokenOutput(
                 key=active.key,
@@ -261,6 +262,7 @@ class Engine:
                 text=text,
                 finish_reason=choice.finish_reason,
                 logprob=self._vocabulary.logprob(sampled) if wants_logprob else None,
+                prompt_logprobs=None if scores is None else scores.logprobs(self._vocabulary),
             )
         )
         if choice.finish_reason is not None:
@@ -358,4 +360,5 @@ def _scheduled(chunk: Chunk, allowed: bytes | None) -> ScheduledSequence:
         sampling=sequence.group.sampling,
         index=sequence.index,
         allowed=allowed,
+        scores=sequence.group.scores_to_fill,
     )

@@ -22,7 +22,7 @@ from workers.engine.kv_pool import KvPool
 from workers.engine.loader import LoadedModel
 from workers.engine.paged_step import PagedStep, Span
 from workers.engine.probe import probe_layout
-from workers.engine.sampler import sample
+from workers.engine.sampler import sample_and_score
 from workers.engine.verdicts import check_attention_once
 
 
@@ -66,21 +66,24 @@ class TorchRunner(InSharedPool):
 
     def execute(self, batch: Seq[ScheduledSequence]) -> list[Sampled]:
         """Compute the batch; one result per sequence with ``sample`` set, in batch order."""
-        sampling = [sequence for sequence in batch if sequence.sample]
-        logits = self.logits(batch)
-        return sample(logits, sampling, self.info.eos_token_ids) if sampling else []
+        return sample_and_score(self.logits(batch), batch, self.info.eos_token_ids)
 
     def logits(self, batch: Seq[ScheduledSequence]) -> Tensor:
         """Compute the batch up to the logits: [n, vocab_size], a row per sequence with
-        ``sample`` set, in batch order."""
+        ``sample`` set, in batch order, and behind these one per position that is ``scored``."""
         packed = sorted(range(len(batch)), key=lambda number: _packing_order(batch[number]))
         spans = [
             Span(batch[number].block_table, batch[number].start, batch[number].count)
             for number in packed
         ]
-        last_rows = np.empty(len(batch), np.int64)
-        last_rows[packed] = np.cumsum([span.count for span in spans]) - 1
-        rows = last_rows[[sequence.sample for sequence in batch]]
+        ends = np.empty(len(batch), np.int64)
+        ends[packed] = np.cumsum([span.count for span in spans])
+        rows = ends[[sequence.sample for sequence in batch]] - 1
+        scored = [
+            np.asarray(one.scored) - one.start + end - one.count
+            for one, end in zip(batch, ends, strict=True)
+            if one.scores is not None
+        ]
         token_ids = [
             token_id
             for number, span in zip(packed, spans, strict=True)
@@ -92,7 +95,7 @@ class TorchRunner(InSharedPool):
             torch.tensor(token_ids, dtype=torch.int64),
             torch.from_numpy(positions),
             PagedStep(self._pool, spans),
-            torch.from_numpy(rows),
+            torch.from_numpy(np.concatenate([rows, *scored]) if scored else rows),
         )
 
     def copy_block(self, source: int, target: int) -> None:

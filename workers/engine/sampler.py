@@ -1,7 +1,8 @@
 """From logits to tokens, many rows at once, each as if it were alone.
 
 Order: logit bias, penalties, masks (``min_tokens``, allowed ids) | temperature, top-k, top-p,
-min-p, draw. Logprobs are those at the bar; what is masked is in no list of alternatives.
+min-p, draw. Logprobs are those at the bar; what is masked is in no list of alternatives. Those of
+a prompt's own tokens are of the logits as they come.
 
 What is drawn depends on the row's logits and on (seed, choice, token number), on nothing else: the
 random number is a hash of these three, so there is no generator whose state would have to move
@@ -19,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +38,24 @@ _NOT_KNOWN = -1  # in place of a token id
 _RUN = 1024  # tokens whose weights are summed as one
 _SLAB = 8  # rows whose weights are made at a time, so that they stay in the processor's cache
 _GREEDY_BELOW = 1e-5  # a temperature that would overflow float32 where it changed anything
+
+
+def sample_and_score(
+    logits: Tensor, batch: Sequence[ScheduledSequence], eos_token_ids: frozenset[int]
+) -> list[Sampled]:
+    """Choose a token for each sequence with ``sample`` set, and note the scores of prompts.
+
+    Args:
+        logits: [num_rows, vocab_size]: a row per sequence with ``sample`` set, then one per
+            position that is ``scored``, both in batch order.
+
+    Returns:
+        One result per sequence with ``sample`` set, in batch order.
+    """
+    rows = [sequence for sequence in batch if sequence.sample]
+    if len(logits) > len(rows):
+        _score(logits[len(rows) :], [one for one in batch if one.scores is not None])
+    return sample(logits[: len(rows)], rows, eos_token_ids) if rows else []
 
 
 @torch.inference_mode()
@@ -224,15 +243,37 @@ def _column(rows: Sequence[ScheduledSequence], value: Callable[[SamplingParams],
 def _with_logprobs(token_id: int, logits: Tensor, num_top: int | None) -> Sampled:
     if num_top is None:
         return Sampled(token_id=token_id)
+    (found,) = _logprobs(logits[None], [token_id], num_top)
+    return found
+
+
+@torch.inference_mode()
+def _score(logits: Tensor, sequences: Sequence[ScheduledSequence]) -> None:
+    """logits: [num_rows, vocab_size], a row per position that is ``scored``, in order."""
+    first = 0
+    for sequence in sequences:
+        assert sequence.scores is not None, "only sequences with scores are asked"
+        num_top, positions = sequence.sampling.prompt_logprobs or 0, sequence.scored
+        for start in range(0, len(positions), _SLAB):
+            slab = positions[start : start + _SLAB]
+            ids = sequence.token_ids[slab.start + 1 : slab.stop + 1]
+            rows = logits[first : first + len(slab)].float()
+            for position, found in zip(slab, _logprobs(rows, ids, num_top), strict=True):
+                sequence.scores.put(position + 1, found)
+            first += len(slab)
+
+
+def _logprobs(logits: Tensor, token_ids: Sequence[int], num_top: int) -> Iterator[Sampled]:
+    """How likely one token per row is, and which are most likely there.
+
+    Args:
+        logits: [num_rows, vocab_size] float32.
+    """
     logprobs = logits.log_softmax(-1)
-    top = logprobs.topk(min(num_top, len(logprobs)))
-    pairs = (
-        pair
-        for pair in zip(top.indices.tolist(), top.values.tolist(), strict=True)
-        if pair[1] > -math.inf
-    )
-    return Sampled(
-        token_id=token_id,
-        logprob=float(logprobs[token_id]),
-        top=tuple(sorted(pairs, key=lambda pair: (-pair[1], pair[0]))),
-    )
+    own = logprobs.gather(1, torch.tensor(token_ids)[:, None])[:, 0].tolist()
+    top = logprobs.topk(min(num_top, logprobs.shape[1]))
+    tables = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    for token_id, logprob, (ids, values) in zip(token_ids, own, tables, strict=True):
+        pairs = (pair for pair in zip(ids, values, strict=True) if pair[1] > -math.inf)
+        ranked = tuple(sorted(pairs, key=lambda pair: (-pair[1], pair[0])))
+        yield Sampled(token_id=token_id, logprob=logprob, top=ranked)

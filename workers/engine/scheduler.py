@@ -234,12 +234,15 @@ class Scheduler:
 
     def _take_prefix(self, sequence: Sequence) -> int | None:
         """Share the blocks whose KV exists, all but the last token's: that one must be computed.
+        A prompt's scores come of computing it, so as long as some are missing nothing is shared.
 
         Returns:
             The slot to copy into the next block when a fork begins within a block, else None.
         """
         size = self.pool.block_size
         group = sequence.group
+        if group.scores_to_fill is not None:
+            return None
         last = len(sequence.token_ids) - 1
         blocks = self.pool.match(sequence.prefix_hashes(last // size, size))
         num_tokens = len(blocks) * size

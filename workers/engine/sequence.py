@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from pipeline.prefix_hash import block_hash
 from schemas.requests import SamplingParams
+from workers.engine.prompt_scores import PromptScores
 
 ROOT = -1  # the index of a root, which is no choice
 
@@ -38,6 +39,12 @@ class Group:
     num_unstarted: int = 0  # choices that never ran: while there are any, the root is of use
     has_started: bool = False  # computed here, or at least begun elsewhere and imported
     num_cached_tokens: int = 0  # of the prompt, found in the pool when the request first ran
+    scores: PromptScores | None = None  # of the prompt, where they are wanted
+
+    @property
+    def scores_to_fill(self) -> PromptScores | None:
+        """The scores, while some are missing."""
+        return self.scores if self.scores is not None and not self.scores.is_complete else None
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

@@ -8,8 +8,9 @@ tokens up to it, and it is read back from the pool to go on::
 
 So a wrong block table, a lost or half-written block or a handover gone wrong changes the tokens
 that follow, as with a model, and the right tokens can be told without one. Logprobs are made up, in
-the same way each time. Penalties, logit bias, top-k, top-p and min-p have no effect. Where only
-some ids are allowed, it is an end or one of the first of them, so that made-up JSON ends soon.
+the same way each time; in a prompt, the likeliest token is the one a greedy answer would have.
+Penalties, logit bias, top-k, top-p and min-p have no effect. Where only some ids are allowed, it is
+an end or one of the first of them, so that made-up JSON ends soon.
 
 Every figure measured with it is a figure of the cost model.
 """
@@ -40,6 +41,8 @@ START = 0x9E3779B97F4A7C15  # stands before the first token: 2**64 divided by th
 
 _MASK = (1 << 64) - 1
 _ONE_IN = 200  # an answer ends by itself after about so many tokens
+_NUM_RANKED = 32  # tokens that a made-up distribution tells apart; a prompt's others are unlikely
+_UNLIKELY = -12.0
 _WORTH_ARRAYS = 16  # sequences: from here on arrays are faster than one at a time
 
 _Words = npt.NDArray[np.uint64]
@@ -172,6 +175,7 @@ class SimulatedRunner(InSharedPool):
 
     def _compute_one(self, scheduled: ScheduledSequence) -> Sampled | None:
         state = self._write_entries(scheduled)
+        self._score(scheduled)
         return self._sample(scheduled, state) if scheduled.sample else None
 
     def _decode_together(self, batch: Seq[ScheduledSequence]) -> list[Sampled]:
@@ -230,6 +234,26 @@ class SimulatedRunner(InSharedPool):
         ranked = [token_id, *others][: sampling.logprobs]
         top = tuple((other, -0.25 * (rank + 1)) for rank, other in enumerate(ranked))
         return Sampled(token_id=token_id, logprob=-0.25, top=top)
+
+    def _score(self, scheduled: ScheduledSequence) -> None:
+        """How likely the prompt's tokens were. Here the likeliest is what a greedy answer says."""
+        if scheduled.scores is None:
+            return
+        entries, table, size = self._entries, scheduled.block_table, self._block_size
+        num_top = scheduled.sampling.prompt_logprobs or 0
+        for position in scheduled.scored:
+            state = entries[table[position // size] * size + position % size]
+            ranked = (self._token_of(mix(state, 1 + rank), None) for rank in range(_NUM_RANKED))
+            logprobs = {one: -0.25 * (rank + 1) for rank, one in enumerate(dict.fromkeys(ranked))}
+            token_id = scheduled.token_ids[position + 1]
+            scheduled.scores.put(
+                position + 1,
+                Sampled(
+                    token_id=token_id,
+                    logprob=logprobs.get(token_id, _UNLIKELY),
+                    top=tuple(logprobs.items())[:num_top],
+                ),
+            )
 
     def _favoured(self, scheduled: ScheduledSequence) -> Seq[int]:
         """What a sequence with few allowed ids chooses from: an end where there may be one, then

@@ -79,8 +79,14 @@ def logprob(text: str, top: int) -> TokenLogprob:
 
 
 def say(request: InferenceRequest, words: Sequence[str] = WORDS, reason: str = "stop") -> Script:
-    """Each choice says ``words``, one token each, all choices step by step."""
+    """Each choice says ``words``, one token each, all choices step by step; behind its prompt's
+    logprobs, where asked for, which are one per letter."""
     n, top = request.sampling.n, request.sampling.logprobs
+    is_answered = request.sampling.max_tokens != 0
+    if not is_answered:  # one token, hidden
+        words, reason, top = ("",), "length", None
+    prompt_top, letters = request.sampling.prompt_logprobs, str(request.prompt)
+    scores = None if prompt_top is None else tuple(logprob(one, prompt_top) for one in letters)
     steps: list[Step] = [
         [
             TokenDelta(
@@ -92,6 +98,7 @@ def say(request: InferenceRequest, words: Sequence[str] = WORDS, reason: str = "
                 index=index,
                 finish_reason=reason if number == len(words) - 1 else None,
                 logprobs=None if top is None else (logprob(word, top),),
+                prompt_logprobs=scores if number == 0 else None,
             )
             for index in range(n)
         ]
@@ -102,7 +109,9 @@ def say(request: InferenceRequest, words: Sequence[str] = WORDS, reason: str = "
         epoch=1,
         num_tokens=(len(words),) * n,
         finish_reasons=(reason,) * n,
-        usage=Usage(prompt_tokens=5, completion_tokens=len(words) * n, cached_tokens=2),
+        usage=Usage(
+            prompt_tokens=5, completion_tokens=len(words) * n * is_answered, cached_tokens=2
+        ),
     )
     echo = request.prompt if request.echo and isinstance(request.prompt, str) else None
     return Script(steps=steps, end=end, echo_text=echo)
@@ -142,7 +151,7 @@ class FakeStream:
             model=self.request.model,
             revision="r1",
             prompt_tokens=5,
-            max_tokens=16,
+            max_tokens=0 if self.request.sampling.max_tokens == 0 else 16,
             admitted_unix_ms=NOW_UNIX_MS,
             deadline_unix_ms=self.request.deadline_unix_ms or 0,
             echo_text=self._script.echo_text,

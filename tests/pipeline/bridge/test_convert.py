@@ -157,6 +157,7 @@ def test_a_developer_is_the_system_and_an_assistant_may_say_nothing() -> None:
 def test_each_range_is_enforced(name: str) -> None:
     """Just beyond either bound is refused, naming the field; the bounds themselves are not."""
     low, high = BODY_RANGES[name]
+    low = 1 if name == "max_tokens" else low  # chat has no prompt's logprobs to ask for alone
     extra: dict[str, object] = {}
     if name == "top_logprobs":
         extra = {"logprobs": True}
@@ -279,9 +280,12 @@ def test_what_asks_for_nothing_special_is_taken() -> None:
         ({"prompt": ["a"] * 5, "n": 64}, "prompt"),
         ({"suffix": "end"}, "suffix"),
         ({"logprobs": 21}, "logprobs"),
-        ({"logprobs": 1, "echo": True}, "logprobs"),
+        ({"logprobs": 21, "echo": True}, "logprobs"),
+        ({"prompt_logprobs": 1, "echo": True}, "prompt_logprobs"),
         ({"logprobs": True}, "logprobs"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 0, "echo": True}, "max_tokens"),
+        ({"max_tokens": 0, "logprobs": 1}, "max_tokens"),
     ],
 )
 def test_what_completions_cannot_do_is_refused_by_name(
@@ -290,6 +294,17 @@ def test_what_completions_cannot_do_is_refused_by_name(
     """As for chat."""
     error = refusal(from_completion, **fields)
     assert (error.http_status, error.param) == (400, param)
+
+
+def test_echo_with_logprobs_asks_for_the_prompts() -> None:
+    """As many alternatives for both; either alone asks for nothing of the prompt. Only so may there
+    be no answer."""
+    (both,) = from_completion(echo=True, logprobs=3)
+    assert (both.echo, both.sampling.logprobs, both.sampling.prompt_logprobs) == (True, 3, 3)
+    assert from_completion(echo=True)[0].sampling.prompt_logprobs is None
+    assert from_completion(logprobs=3)[0].sampling.prompt_logprobs is None
+    (none,) = from_completion(echo=True, logprobs=0, max_tokens=0)
+    assert (none.sampling.max_tokens, none.sampling.prompt_logprobs) == (0, 0)
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,55 @@ async def test_logprobs_in_whole_answers() -> None:
     assert plain["choices"][0]["logprobs"]["text_offset"] == [0, 5, 11, 13]
 
 
+async def test_logprobs_of_prompt_and_answer() -> None:
+    """With ``echo``, per choice: the prompt's tokens, the first without a logprob, then the
+    answer's; streamed, the same in the order of the chunks."""
+    house = build()
+    body = completion(prompt=["ab", "xyz"], n=2, echo=True, logprobs=1)
+    choices = (await post(house, COMPLETIONS, body)).json()["choices"]
+    for choice, prompt in zip(choices, ["ab", "ab", "xyz", "xyz"], strict=True):
+        found = choice["logprobs"]
+        assert "".join(found["tokens"]) == choice["text"]
+        assert found["tokens"] == [*prompt, *WORDS]
+        assert found["token_logprobs"] == [None, *[-0.5] * (len(prompt) + 3)]
+        assert found["top_logprobs"][0] is None
+        assert all(
+            top[token] == -0.5
+            for top, token in zip(found["top_logprobs"][1:], found["tokens"][1:], strict=True)
+        )
+        starts = [len("".join(found["tokens"][:i])) for i in range(len(found["tokens"]))]
+        assert found["text_offset"] == starts
+    streamed = await post(house, COMPLETIONS, {**body, "stream": True})
+    chunks = [json.loads(line[6:])["choices"][0] for line in streamed.text.split("\n")
+              if line.startswith("data: {")]  # fmt: skip
+    for choice in choices:
+        parts = [one["logprobs"] for one in chunks if one["index"] == choice["index"]]
+        joined = {
+            key: [one for part in parts if part for one in part[key]] for key in choice["logprobs"]
+        }
+        assert joined == choice["logprobs"]
+
+
+async def test_a_prompts_logprobs_alone() -> None:
+    """``max_tokens`` 0: the prompt's text and logprobs, no token of an answer in text, logprobs or
+    usage, in a stream neither."""
+    house = build()
+    body = completion(prompt="ab", echo=True, logprobs=1, max_tokens=0)
+    answer = (await post(house, COMPLETIONS, body)).json()
+    (choice,) = answer["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("ab", "length")
+    assert choice["logprobs"]["tokens"] == ["a", "b"]
+    assert (answer["usage"]["completion_tokens"], answer["usage"]["total_tokens"]) == (0, 5)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body |= {"stream": True, "stream_options": options}
+    streamed = await post(house, COMPLETIONS, body)
+    chunks = [json.loads(line[6:]) for line in streamed.text.split("\n")
+              if line.startswith("data: {")]  # fmt: skip
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [0, 0, 0]
+    assert chunks[0]["choices"][0]["logprobs"] == choice["logprobs"]
+    assert chunks[1]["choices"][0]["finish_reason"] == "length"
+
+
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 async def test_a_streams_text_is_the_whole_answers_text(path: str) -> None:
     """The same request streamed and not gives the same text."""

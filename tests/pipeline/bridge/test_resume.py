@@ -69,6 +69,14 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "completion": (COMPLETIONS, completion(stream=True)),
     "echo": (COMPLETIONS, completion(stream=True, echo=True, n=2)),
     "logprobs of a completion": (COMPLETIONS, completion(stream=True, logprobs=1)),
+    "logprobs of prompt and completion": (
+        COMPLETIONS,
+        completion(stream=True, logprobs=1, echo=True, n=2),
+    ),
+    "logprobs of a prompt": (
+        COMPLETIONS,
+        completion(stream=True, logprobs=1, echo=True, max_tokens=0),
+    ),
 }
 
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.bridge.answers import Gathered, Identity
+from pipeline.bridge.logprobs import completion_logprobs, echo_logprobs
 from pipeline.bridge.sse import ChatEvents, CompletionEvents, Events, StreamForm
 from schemas.errors import EngineFailed, InvalidRequest
 from schemas.tokens import TokenDelta, TokenLogprob, TopLogprob, Usage
@@ -179,6 +180,40 @@ def test_logprobs_in_completions_form() -> None:
         "top_logprobs": [{"x\ufffd": -9999.0, "ab": -0.5}],
         "text_offset": [4],
     }
+
+
+def test_alternatives_of_one_text_are_told_apart() -> None:
+    """Parts of characters look alike; whoever asks whether the token was the likeliest must not
+    be told so because another hides behind it."""
+    tops = tuple(
+        TopLogprob(token_id=token_id, token="\ufffd", logprob=-0.1 * token_id)
+        for token_id in (1, 2, 3)
+    )
+    one = TokenLogprob(token_id=2, token="\ufffd", logprob=-0.2, top=tops)
+    (found,) = completion_logprobs([one]).top_logprobs
+    assert found == {"token_id:1": -0.1, "\ufffd": -0.2, "token_id:3": pytest.approx(-0.3)}
+    unlikely = TokenLogprob(token_id=9, token="\ufffd", logprob=-5.0, top=tops[:1])
+    assert completion_logprobs([unlikely]).top_logprobs == [{"token_id:1": -0.1, "\ufffd": -5.0}]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "echo", "places"),
+    [
+        (["On", "ce", " upon"], "Once upon", [0, 2, 4]),
+        (["<s>", "On", "ce"], "Once", [0, 0, 2]),  # a special token does not show
+        ([" On", "ce"], "Once", [0, 2]),  # a decoder that strips the first blank
+        (["<s>", " On", "ce", " o"], "Once o", [0, 0, 2, 4]),
+        (["a", "\ufffd", "\ufffd", "b", "c"], "a€bc", [0, 1, 1, 2, 3]),  # parts of a character
+        (["a", "", "a"], "aa", [0, 1, 1]),
+        (["<s>"], "", [0]),
+    ],
+)
+def test_a_prompts_tokens_are_placed_in_its_text(
+    tokens: list[str], echo: str, places: list[int]
+) -> None:
+    """Offsets are those of the text that is shown, whatever tokens are called."""
+    prompt = [some_logprob(token) for token in tokens]
+    assert echo_logprobs(prompt, echo).text_offset == places
 
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=8)

@@ -9,6 +9,7 @@ from functools import cache
 
 from infra.transport.shm import SharedPool
 from schemas.requests import SamplingParams
+from schemas.tokens import TokenLogprob
 from tests.tiny_tokenizer import EOS_TOKEN_ID, tiny_tokenizer
 from workers.engine.api import (
     EngineInfo,
@@ -20,6 +21,7 @@ from workers.engine.api import (
 )
 from workers.engine.engine import Engine, EngineConfig
 from workers.engine.output import Vocabulary
+from workers.engine.prompt_scores import PromptScores
 from workers.engine.simulated import ENTRY_BYTES, CostModel, SimulatedRunner, readable_token_ids
 
 BLOCK_SIZE = 4
@@ -160,6 +162,24 @@ def expected_answer(
             return tokens, "stop"
         if len(tokens) == sampling.max_tokens or len(ids) == CONTEXT_LENGTH:
             return tokens, "length"
+
+
+def expected_scores(prompt_ids: tuple[int, ...], num_top: int) -> tuple[TokenLogprob, ...]:
+    """A prompt's logprobs, computed alone and in one step."""
+    scores = PromptScores(prompt_ids)
+    whole = ScheduledSequence(
+        token_ids=prompt_ids,
+        num_prompt_tokens=len(prompt_ids),
+        block_table=range(CONTEXT_LENGTH),
+        start=0,
+        count=len(prompt_ids),
+        sample=False,
+        sampling=SamplingParams(prompt_logprobs=num_top),
+        index=0,
+        scores=scores,
+    )
+    _oracle().execute([whole])
+    return scores.logprobs(vocabulary())
 
 
 def copy_blocks(source: Engine, held: tuple[int, ...], target: Engine, to: tuple[int, ...]) -> None:

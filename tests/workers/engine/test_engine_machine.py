@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from schemas.requests import SamplingParams
+from schemas.tokens import TokenLogprob
 from tests.workers.engine.simulated_engines import (
     answer_ids,
     copy_blocks,
     expected_answer,
+    expected_scores,
     make_engine,
 )
 from workers.engine.api import EngineRequest, HeldRequest, StepReport
@@ -28,6 +30,11 @@ class Expected:
     request: EngineRequest
     answers: list[tuple[list[int], str]]
     num_seen: list[int] = field(default_factory=list)
+
+    @property
+    def scores(self) -> tuple[TokenLogprob, ...] | None:
+        num_top = self.request.sampling.prompt_logprobs
+        return None if num_top is None else expected_scores(self.request.prompt_ids, num_top)
 
     @property
     def tokens(self) -> tuple[tuple[int, ...], ...]:
@@ -49,12 +56,14 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         min_tokens=draw(st.sampled_from([0, 3])),
         stop_token_ids=draw(st.sampled_from([(), STOP_IDS])),
         n=draw(st.sampled_from([1, 1, 2, 3])),
+        prompt_logprobs=draw(st.sampled_from([None, None, 1])),
     )
 
 
 class EngineMachine(RuleBasedStateMachine):
     """Adds, releases, holds, handovers and take-overs in any order. Every token of every choice is
-    the one that a run alone would give, in order, once; nothing is left at the end.
+    the one that a run alone would give, in order, once, and so are a prompt's logprobs; nothing is
+    left at the end.
     """
 
     def __init__(self) -> None:
@@ -152,6 +161,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert output.token_id == tokens[output.number]
             is_last = output.number == len(tokens) - 1
             assert output.finish_reason == (why if is_last else None)
+            assert output.prompt_logprobs == (expected.scores if output.number == 0 else None)
             expected.num_seen[output.index] += 1
         for finished in report.finished:
             expected = live.pop(finished.key)

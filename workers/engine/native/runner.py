@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence as Seq
-from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +20,7 @@ from workers.engine.kv_layout import KvLayout
 from workers.engine.native.library import Batch, check
 from workers.engine.native.rope import RopeTable
 from workers.engine.native.weights import NativeModel
-from workers.engine.sampler import sample
+from workers.engine.sampler import sample_and_score
 
 
 class NativeRunner(InSharedPool):
@@ -59,13 +58,11 @@ class NativeRunner(InSharedPool):
 
     def execute(self, batch: Seq[ScheduledSequence]) -> list[Sampled]:
         """Compute the batch; one result per sequence with ``sample`` set, in batch order."""
-        sampling = [sequence for sequence in batch if sequence.sample]
-        logits = self.logits(batch)
-        return sample(logits, sampling, self.info.eos_token_ids) if sampling else []
+        return sample_and_score(self.logits(batch), batch, self.info.eos_token_ids)
 
     def logits(self, batch: Seq[ScheduledSequence]) -> Tensor:
         """Compute the batch up to the logits: [n, vocab_size] float32, a row per sequence with
-        ``sample`` set, in batch order.
+        ``sample`` set, in batch order, and behind these one per position that is ``scored``.
 
         Raises:
             IndexError: a token that is not in the vocabulary, or a block that is not in the pool.
@@ -84,11 +81,11 @@ class NativeRunner(InSharedPool):
         tables = np.concatenate([np.asarray(one.block_table, np.int32) for one in batch])
         self._check(batch, token_ids, tables)
         self._rope.cover(max(sequence.start + sequence.count for sequence in batch))
-        logits = torch.empty(sum(sequence.sample for sequence in batch), self.info.vocab_size)
         spans = _spans(batch)
+        logits = torch.empty(int((spans[:, -1] >= 0).sum()), self.info.vocab_size)
         call = Batch(
             num_rows=num_rows,
-            num_spans=len(batch),
+            num_spans=len(spans),
             token_ids=token_ids.ctypes.data,
             spans=spans.ctypes.data,
             block_tables=tables.ctypes.data,
@@ -123,26 +120,21 @@ class NativeRunner(InSharedPool):
 
 
 def _spans(batch: Seq[ScheduledSequence]) -> npt.NDArray[np.int32]:
-    """[n, 5] int32: the fields of ``library.Span``."""
-    counts = [sequence.count for sequence in batch]
-    sizes = [len(sequence.block_table) for sequence in batch]
-    logits_rows = accumulate(sequence.sample for sequence in batch)
-    return np.array(
-        [
-            (
-                first_row,
-                sequence.count,
-                sequence.start,
-                first_block,
-                row - 1 if sequence.sample else -1,
-            )
-            for sequence, first_row, first_block, row in zip(
-                batch,
-                accumulate(counts, initial=0),
-                accumulate(sizes, initial=0),
-                logits_rows,
-                strict=False,  # the two that begin with 0 have their total at the end
-            )
-        ],
-        np.int32,
-    )
+    """[n, 5] int32: the fields of ``library.Span``. The library gives the logits of a span's last
+    row, so every scored position is a span of its own: its keys and values are written before
+    any row of the batch is attended, and no row's result depends on how rows are cut."""
+    spans: list[tuple[int, int, int, int, int]] = []
+    sampled, scored = 0, sum(sequence.sample for sequence in batch)
+    first_row = first_block = 0
+    for one in batch:
+        rest, end = one.scored.stop, one.start + one.count
+        for position in one.scored:
+            spans.append((first_row + position - one.start, 1, position, first_block, scored))
+            scored += 1
+        if rest < end:
+            logits_row = sampled if one.sample else -1
+            spans.append((first_row + rest - one.start, end - rest, rest, first_block, logits_row))
+        sampled += one.sample
+        first_row += one.count
+        first_block += len(one.block_table)
+    return np.array(spans, np.int32)
