@@ -12,6 +12,7 @@ from schemas.requests import SamplingParams
 from schemas.tokens import TokenLogprob
 from tests.tiny_models import VOCAB_SIZE
 from tests.workers.engine.conftest import TinyFolder
+from tests.workers.engine.device.device_engines import staged_engine
 from tests.workers.engine.simulated_engines import (
     copy_blocks,
     engines,
@@ -89,14 +90,14 @@ class Reference:
                 assert other.logprob == pytest.approx(float(row[other.token_id]), abs=2e-4)
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kernels", [*KERNELS, "device"])
 def test_scores_are_log_softmax_of_transformers(kernels: str, tiny_folder: TinyFolder) -> None:
     """Prompts in several chunks and in one, beside running answers; one whose beginning is in the
     cache, which gives no scores and is not used; two choices; one token alone. Prompts that ask
     for nothing get nothing, and what was computed for scores is shared as ever."""
     folder = tiny_folder("llama")
     reference = Reference(folder)
-    engine = small_engine(folder, kernels=kernels)
+    engine = staged_engine(folder) if kernels == "device" else small_engine(folder, kernels=kernels)
     plain, long, short, one = prompts((30, 37, 5, 1), vocab_size=VOCAB_SIZE)
     known = plain[:24] + short
     engine.add(EngineRequest(key="plain", prompt_ids=plain, sampling=_greedy(12)))

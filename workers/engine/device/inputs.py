@@ -75,7 +75,8 @@ class StepInputs:
 
 
 def pack_step(batch: Seq[ScheduledSequence], block_size: int) -> tuple[StepShape, Numbers]:
-    """Decodes first, then chunks; logits for the sequences that sample, in batch order."""
+    """Decodes first, then chunks; logits for the sequences that sample, in batch order, and behind
+    these for the positions that are ``scored``."""
     order = sorted(range(len(batch)), key=lambda number: batch[number].count > 1)
     packed = [batch[number] for number in order]
     counts = np.array([one.count for one in packed], np.int64)
@@ -148,7 +149,12 @@ def _logits_rows(batch: Seq[ScheduledSequence], order: list[int], last_rows: Num
     """In batch order; last_rows: [n], in packed order."""
     in_batch_order = np.empty_like(last_rows)
     in_batch_order[order] = last_rows
-    return in_batch_order[[one.sample for one in batch]]
+    scored = [
+        np.asarray(one.scored) - one.start + last_row + 1 - one.count
+        for one, last_row in zip(batch, in_batch_order, strict=True)
+        if one.scores is not None
+    ]
+    return np.concatenate([in_batch_order[[one.sample for one in batch]], *scored])
 
 
 def _line(one: ScheduledSequence, width: int, block_size: int) -> Numbers:

@@ -34,7 +34,7 @@ from workers.engine.forward import packed_logits
 from workers.engine.kv_layout import KvLayout
 from workers.engine.kv_pool import KvPool
 from workers.engine.loader import LoadedModel
-from workers.engine.sampler import sample
+from workers.engine.sampler import sample_and_score
 from workers.engine.sequence import num_blocks_for
 
 
@@ -96,13 +96,12 @@ class DeviceRunner:
 
     def execute(self, batch: Seq[ScheduledSequence]) -> list[Sampled]:
         """Compute the batch; one result per sequence with ``sample`` set, in batch order."""
-        sampling = [sequence for sequence in batch if sequence.sample]
-        logits = self.logits(batch)
-        return sample(logits, sampling, self.info.eos_token_ids) if sampling else []
+        return sample_and_score(self.logits(batch), batch, self.info.eos_token_ids)
 
     def logits(self, batch: Seq[ScheduledSequence]) -> Tensor:
         """Compute the batch up to the logits: [n, vocab_size] on the host, a row per sequence with
-        ``sample`` set, in batch order. The one place in a step that waits for the device.
+        ``sample`` set, in batch order, and behind these one per position that is ``scored``. The
+        one place in a step that waits for the device.
 
         Raises:
             RunnerLost: the device failed.
@@ -140,7 +139,7 @@ class DeviceRunner:
 
     def _bucket(self, batch: Seq[ScheduledSequence]) -> tuple[int, int] | None:
         """What a step of decodes is padded to; None for other steps."""
-        if any(sequence.count > 1 for sequence in batch):
+        if any(one.count > 1 or one.scores is not None for one in batch):
             return None
         longest = max(sequence.start + 1 for sequence in batch)
         return self._buckets.size_for(len(batch), num_blocks_for(longest, self.info.block_size))
