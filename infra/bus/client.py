@@ -21,6 +21,7 @@ Eight things differ from :class:`nats.aio.client.Client` (2.16):
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import socket
 from collections.abc import Mapping, Sequence
@@ -145,6 +146,16 @@ class PersistentClient(Client):
                 socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS
             )
 
+    def _connect_command(self) -> bytes:
+        """CONNECT leaves in one packet with the PING that the library sends next: a broker that
+        refuses closes after CONNECT, and a PING that came then would turn its words into a reset.
+        """
+        writer = getattr(self._transport, "_io_writer", None)
+        if writer is not None and hasattr(socket, "TCP_CORK"):
+            _cork(writer, True)
+            asyncio.get_running_loop().call_soon(_cork, writer, False)
+        return super()._connect_command()
+
     async def _attempt_reconnect(self) -> None:
         self.drop_connection()
         await super()._attempt_reconnect()
@@ -194,6 +205,11 @@ class PersistentClient(Client):
         writer = getattr(self._transport, "_io_writer", None)
         if writer is not None:
             writer.transport.abort()
+
+
+def _cork(writer: asyncio.StreamWriter, is_corked: bool) -> None:
+    with contextlib.suppress(OSError):  # closed meanwhile
+        writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, is_corked)
 
 
 class ClientEvents(Protocol):
@@ -260,8 +276,9 @@ async def open_client(
                     await asyncio.sleep(_RETRY_S)
     except (TimeoutError, nats.errors.Error) as error:
         await first.client.leave()
+        reason = error if _is_refusal(error) else first.error or error  # a reset may come before it
         raise BusUnavailable(
-            f"no connection to the bus at {places(urls)}: {_reason(first.error or error)}"
+            f"no connection to the bus at {places(urls)}: {_reason(reason)}"
         ) from error
 
 
