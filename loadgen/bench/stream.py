@@ -150,7 +150,7 @@ def command(
     output_len: Annotated[int, typer.Option(help="tokens of an answer")] = 64,
     speed: Annotated[
         float, typer.Option(help="the simulated engine's modelled times are divided by this")
-    ] = 10.0,
+    ] = 500.0,
     split: Annotated[
         bool, typer.Option("--split", help="one prefill and one decode worker, not one for both")
     ] = False,
