@@ -84,7 +84,8 @@ class StreamReader:
             BusUnavailable: not started.
             BusForbidden: our user may not read this stream.
         """
-        self._bus.on_reconnected.append(self._miss)
+        for moments in self._moments():
+            moments.append(self._miss)
         try:
             self._subscription = await self._bus.subscribe(
                 subjects.live(self._filter), self._receive
@@ -118,8 +119,9 @@ class StreamReader:
 
     async def close(self) -> None:
         """Deliver nothing more."""
-        with contextlib.suppress(ValueError):
-            self._bus.on_reconnected.remove(self._miss)
+        for moments in self._moments():
+            with contextlib.suppress(ValueError):
+                moments.remove(self._miss)
         if self._subscription is not None:
             await self._subscription.unsubscribe()
             self._subscription = None
@@ -129,6 +131,11 @@ class StreamReader:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+    def _moments(self) -> tuple[list[Callable[[], None]], ...]:
+        """When messages are lost. Already as the connection breaks: a live message may come over
+        the next one before that is told of, and what was lost has lower sequences."""
+        return self._bus.on_disconnected, self._bus.on_reconnected
 
     # -- live ----------------------------------------------------------------------------------
 

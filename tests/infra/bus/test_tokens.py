@@ -222,6 +222,28 @@ async def test_a_hole_in_the_live_messages_is_filled_in_place(connect, bus, unti
     assert listener.seqs == sorted(listener.seqs)
 
 
+async def test_what_a_broken_connection_lost_is_not_behind_what_comes_first(connect, bus, until):
+    """Over a new connection another subject goes on before the word of it: what was lost before
+    that is read all the same."""
+    connection = await connect("bridge")
+    listener = Listener(connection)
+    await listener.reader.start()
+    _lose(listener.reader, {b"1", b"2"})
+    async with running(listener.reader):
+        await _publish(bus, STREAM, 1)
+        await until(lambda: listener.numbers == [0])
+    for callback in list(connection.on_disconnected):
+        callback()
+    await _publish(bus, STREAM, 2, first=1)
+    await _publish(bus, subjects.chain(READER, "0" * 32), 1, first=3)
+    await until(lambda: listener.reader._held or listener.numbers[-1] == 3)
+    for callback in list(connection.on_reconnected):
+        callback()
+    async with running(listener.reader):
+        await until(lambda: listener.numbers[-1] == 3)
+    assert listener.numbers == [0, 1, 2, 3]
+
+
 async def test_a_lost_tail_is_found_by_looking(connect, bus, until):
     """The last message lost: nothing follows that could show it, ``check`` does."""
     listener = Listener(await connect("bridge"))
