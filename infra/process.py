@@ -203,6 +203,7 @@ async def _find_topology(ctx: RoleContext, config: RoleConfig) -> None:
     while not ctx.draining.is_set():
         try:
             await ctx.bus.api(f"STREAM.INFO.{MODELS}")
+            await ctx.bus.sync_clock()
         except (BrokerRefused, BusUnavailable):
             ctx.health.set("streams", False, "not made yet; a control process makes them")
             with contextlib.suppress(TimeoutError):
@@ -210,7 +211,6 @@ async def _find_topology(ctx: RoleContext, config: RoleConfig) -> None:
                     await ctx.draining.wait()
         else:
             ctx.health.set("streams", True)
-            await ctx.bus.sync_clock()
             return
 
 

@@ -120,7 +120,7 @@ class Bus:
         bus._calls = PendingCalls(bus._client.new_inbox())
         try:
             await bus.subscribe(f"{bus._calls.inbox}.*", bus._calls.answer)
-            await bus.sync_clock()
+            await bus._first_clock()
         except MeshError:
             await bus.close()
             raise
@@ -192,6 +192,19 @@ class Bus:
             async with asyncio.timeout(timeout_s):
                 await self._up.wait()
         return self.is_connected
+
+    async def _first_clock(self) -> None:
+        """A cluster that has just lost a server may answer late: asked for as long as a connection
+        may take."""
+        ends_s = time.monotonic() + self.times.connect_timeout_s
+        while True:
+            try:
+                await self.sync_clock()
+                return
+            except BusUnavailable:
+                if time.monotonic() >= ends_s:
+                    raise
+            await self.until_connected(1.0)
 
     async def sync_clock(self) -> None:
         """Take the broker's time anew. Before the topology exists the local clock stands in.
