@@ -195,15 +195,16 @@ class Bus:
 
     async def _first_clock(self) -> None:
         """A cluster that has just lost a server may answer late: asked for as long as a connection
-        may take."""
+        may take. After that our own clock stands in, as before there are streams."""
         ends_s = time.monotonic() + self.times.connect_timeout_s
         while True:
             try:
                 await self.sync_clock()
                 return
-            except BusUnavailable:
+            except BusUnavailable as error:
                 if time.monotonic() >= ends_s:
-                    raise
+                    log.warning("bus_clock_kept", reason=str(error))
+                    return
             await self.until_connected(1.0)
 
     async def sync_clock(self) -> None:
