@@ -5,6 +5,7 @@
     engine  steps of the engine beside the same steps by transformers
     hop     how long a message takes from stage to stage, without load
     serve   answers of a real engine through the bridge, beside another server
+    kv      how blocks move between workers, tiers and turns, section by section
     slow    what clients that do not read cost those who do
     idle    what a mesh at rest costs
     stream  what a streamed token costs in CPU, and how fast many streams are
@@ -22,6 +23,7 @@ BENCHES: dict[str, str] = {
     "crowd": "loadgen.bench.crowd",
     "engine": "loadgen.bench.engine",
     "hop": "loadgen.bench.hop",
+    "kv": "loadgen.bench.kv",
     "serve": "loadgen.bench.serve",
     "slow": "loadgen.bench.slow",
     "idle": "loadgen.bench.idle",

@@ -1,0 +1,117 @@
+"""``mesh bench kv``: what the KV plane costs, and what it saves.
+
+Its figures come in sections, each a module with a function ``measure``, imported when it runs::
+
+    def measure(plan: KvPlan) -> KvSection: ...
+
+A section starts what it measures itself and leaves nothing behind; one runs after the other, so
+that none disturbs another. Figures of all sections are top-level keys of one JSON object.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from infra.failure import EXIT_INTERRUPTED, first_mesh_error, report
+from loadgen.bench.result import BenchResult, Figure
+from loadgen.machine import MachineNote, OthersMeter
+from schemas.errors import ConfigError, MeshError
+
+SECTIONS: dict[str, str] = {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvPlan:
+    """What all sections are told.
+
+    ``model`` is a built-in name, a folder or a .gguf file; ``turns`` is how often each thing is
+    measured, medians count.
+    """
+
+    model: str
+    turns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvSection:
+    """What one section found; ``notes`` say how to read it."""
+
+    figures: Mapping[str, Figure]
+    notes: tuple[str, ...] = ()
+
+
+def command(
+    only: Annotated[
+        str, typer.Option(help="sections to run, with commas; all: " + ", ".join(SECTIONS))
+    ] = "",
+    model: Annotated[
+        str, typer.Option(help="built-in name, folder or .gguf file")
+    ] = "smollm2-135m",
+    turns: Annotated[int, typer.Option(help="how often each is measured; medians count")] = 9,
+    json: Annotated[bool, typer.Option("--json", help="print JSON only")] = False,
+) -> None:
+    """Measure how KV moves between workers, tiers and turns of a conversation."""
+    machine = MachineNote.now()
+    try:
+        names = section_names(only)
+        if not 1 <= turns <= 1000:
+            raise ConfigError("turns is not within 1 and 1000", param="turns")
+        meter = OthersMeter()
+        sections = run_sections(names, KvPlan(model=model, turns=turns), _tell)
+        machine = machine.meanwhile(meter.cores())
+    except KeyboardInterrupt:
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    except (MeshError, BaseExceptionGroup) as error:
+        ours = first_mesh_error(error)
+        if ours is None:
+            raise
+        raise typer.Exit(report("mesh bench kv", ours)) from error
+    BenchResult(
+        bench="kv",
+        figures={name: value for section in sections for name, value in section.figures.items()},
+        settings={"sections": list(names), "model": model, "turns": turns},
+        machine=machine,
+        notes=tuple(note for section in sections for note in section.notes),
+    ).show(as_json=json)
+
+
+def section_names(only: str) -> tuple[str, ...]:
+    """The sections that ``only`` names with commas between them, in their usual order; all when
+    it is empty.
+
+    Raises:
+        ConfigError: there is no such section.
+    """
+    wanted = {name.strip() for name in only.split(",")} - {""}
+    unknown = wanted - SECTIONS.keys()
+    if unknown:
+        raise ConfigError(
+            f"there is no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}",
+            param="only",
+        )
+    return tuple(name for name in SECTIONS if name in wanted or not wanted)
+
+
+def run_sections(
+    names: Sequence[str], plan: KvPlan, tell: Callable[[str], None]
+) -> tuple[KvSection, ...]:
+    """One after the other; ``tell`` hears which one begins.
+
+    Raises:
+        MeshError: a section could not be measured.
+    """
+    found = []
+    for name in names:
+        tell(name)
+        found.append(importlib.import_module(SECTIONS[name]).measure(plan))
+    return tuple(found)
+
+
+def _tell(name: str) -> None:
+    print(f"measuring {name} …", file=sys.stderr)
