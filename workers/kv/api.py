@@ -15,7 +15,7 @@ keeps the books in one place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -42,6 +42,27 @@ class BlockEvents(Protocol):
         """It can't any more."""
 
 
+class EvictionPolicy(Protocol):
+    """The order in which a tier gives its blocks up: pure books, used under the tier's lock.
+
+    A block whose children are in the tier is never a victim before them: they would be of no use
+    without it. A parent may be unknown, or come later.
+    """
+
+    def added(self, block: BlockName) -> None:
+        """``block`` is in the tier, or will be; it wasn't before."""
+
+    def used(self, block_hash: bytes) -> None:
+        """A block that is in the tier was of use once more."""
+
+    def removed(self, block_hash: bytes) -> None:
+        """A block left the tier, as a victim or otherwise."""
+
+    def victims(self, count: int, may_evict: Callable[[bytes], bool]) -> list[bytes]:
+        """Up to ``count`` blocks of least worth that may go, in the order in which they go. They
+        stay in the books until ``removed``."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
     """Blocks of the host tier that stay where they are until they are unpinned.
@@ -58,7 +79,14 @@ class Pin:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filling:
     """Slots of the host tier that wait for the bytes of ``blocks``, in that order. Nobody else
-    finds or writes them until ``commit`` or ``abort``."""
+    finds or writes them until ``commit`` or ``abort``, each of which may be given a part."""
+
+    def part(self, numbers: Sequence[int]) -> Filling:
+        """The blocks and slots at these places."""
+        return Filling(
+            blocks=tuple(self.blocks[number] for number in numbers),
+            slots=tuple(self.slots[number] for number in numbers),
+        )
 
     blocks: tuple[BlockName, ...]
     slots: tuple[int, ...]
@@ -97,6 +125,10 @@ class HostTier(Protocol):
 
     def abort(self, filling: Filling) -> None:
         """They were not written, or were wrong: the slots are free again."""
+
+    def discard(self, block_hash: bytes) -> None:
+        """The bytes of a block were found to be wrong: nobody finds it any more, and its slot is
+        free as soon as nobody pins it. Counted; unknown blocks are fine."""
 
 
 class DiskTier(Protocol):
