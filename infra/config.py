@@ -24,12 +24,12 @@ from infra.parse import (
     ModelSource,
     choice,
     device,
+    memory_bytes,
     model,
     models,
     number,
     path,
     process_name,
-    size_bytes,
     text,
     whole,
 )
@@ -177,7 +177,13 @@ class WorkerConfig:
         "native: compiled C++, for the Llama family; general: transformers; auto: native if it can",
     )
     kv_memory: int = setting(
-        2**30, size_bytes(2**20), "bytes of the KV cache, such as 2GB or 512MiB"
+        2**30, memory_bytes(2**20), "size of the KV cache: 2GB, 512MiB, or a share of memory, 25%"
+    )
+    kv_host_memory: int = setting(
+        2**30, memory_bytes(0), "host memory that keeps what the KV cache has no room for; 0: off"
+    )
+    kv_evicted_share: float = setting(
+        0.1, number(0.001, 1), "of that memory, the most that makes room for others at once"
     )
     block_size: int = setting(16, whole(1, 256), "tokens per KV block; equal on all workers")
     max_num_sequences: int = setting(64, whole(1, 4096), "sequences in one running batch")

@@ -117,8 +117,13 @@ class Metrics:
             ["state"], registry=registry,
         )  # fmt: skip
         self.kv_blocks = Gauge(
-            "mesh_kv_blocks", "Blocks of the KV pool: free (or evictable) or used",
-            ["state"], registry=registry,
+            "mesh_kv_blocks", "Blocks of each tier by state; a tier's states sum to its size",
+            ["tier", "state"], registry=registry,
+        )  # fmt: skip
+        self.kv_tier_blocks = Counter(
+            "mesh_kv_tier_blocks_total", "Blocks by tier and by what happened to them: hit, miss, "
+            "stored, promoted, evicted, dropped, corrupt",
+            ["tier", "outcome"], registry=registry,
         )  # fmt: skip
         self.leases = Gauge(
             "mesh_leases", "Handles given out and neither released nor expired", registry=registry

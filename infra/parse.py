@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,6 +26,11 @@ _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)\Z")
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,40}\Z")
 _DEVICE = re.compile(r"(auto|cpu|cuda(:\d{1,3})?)\Z")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@,]+\Z")
+
+_CGROUP_LIMITS = (  # of the second and the first version of control groups
+    "/sys/fs/cgroup/memory.max",
+    "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +135,34 @@ def size_bytes(low: int) -> Callable[[object], int]:
         return value
 
     return parse
+
+
+def memory_bytes(low: int) -> Callable[[object], int]:
+    """As :func:`size_bytes`, or a share of what memory this process may use, such as ``25%``."""
+    in_bytes = size_bytes(low)
+
+    def parse(raw: object) -> int:
+        if not isinstance(raw, str) or not raw.strip().endswith("%"):
+            return in_bytes(raw)
+        try:
+            share = float(raw.strip().removesuffix("%"))
+        except ValueError:
+            share = math.nan
+        if not 0 <= share <= 100:
+            raise ValueError(f"{raw!r} is no share from 0% to 100%")
+        return in_bytes(int(memory_limit_bytes() * share / 100))
+
+    return parse
+
+
+def memory_limit_bytes() -> int:
+    """What this process may use: the machine's memory, or less where its control group has a
+    limit."""
+    limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for path in _CGROUP_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # no such group, or "max"
+            limit = min(limit, int(Path(path).read_text()))
+    return limit
 
 
 def model(raw: object) -> ModelSource:

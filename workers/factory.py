@@ -10,6 +10,8 @@ from schemas.subjects import served
 from workers.engine.engine import Engine, EngineConfig
 from workers.engine.simulated import CostModel, build_simulated
 
+_NUM_SIMULATED_HOST_BLOCKS = 16384  # four times its pool: its blocks are not of a real one's size
+
 
 def build_engine(config: WorkerConfig) -> tuple[Engine, str]:
     """The engine, and the ``<model@rev>`` under which it is served. Takes seconds.
@@ -24,6 +26,7 @@ def build_engine(config: WorkerConfig) -> tuple[Engine, str]:
     if config.engine == "simulated":
         engine = build_simulated(
             facts.path,
+            num_host_blocks=_NUM_SIMULATED_HOST_BLOCKS if config.kv_host_memory else 0,
             block_size=config.block_size,
             context_length=facts.context_length,
             eos_token_ids=facts.eos_token_ids,
@@ -39,6 +42,7 @@ def build_engine(config: WorkerConfig) -> tuple[Engine, str]:
             dtype=config.dtype,
             kernels=config.kernels,
             kv_bytes=config.kv_memory,
+            host_bytes=config.kv_host_memory,
             block_size=config.block_size,
             num_threads=config.threads,
             config=limits,

@@ -266,7 +266,9 @@ class Incarnation:
                 continue
             with contextlib.suppress(TimeoutError):  # a long step; the watchdog knows when too long
                 async with asyncio.timeout(self._config.max_step_s):
-                    self._host.load = await self._host.thread.call(lambda engine: engine.load())
+                    self._host.load, self._host.blocks = await self._host.thread.call(
+                        lambda engine: (engine.load(), engine.block_states())
+                    )
 
     async def _until_drained_or_fenced(self) -> None:
         async with task_scope() as tasks:
@@ -329,5 +331,4 @@ class Incarnation:
         metrics = self._ctx.metrics
         metrics.sequences.labels("running").set(load.num_running)
         metrics.sequences.labels("waiting").set(load.num_waiting)
-        metrics.kv_blocks.labels("free").set(load.num_free_blocks)
-        metrics.kv_blocks.labels("used").set(load.num_blocks - load.num_free_blocks)
+        self._host.tiers.show(metrics, self._host.blocks)

@@ -28,7 +28,14 @@ async def serve_worker(ctx: RoleContext, config: WorkerConfig) -> None:
         EngineFailed: the engine broke; a new process is needed.
     """
     engine, served = await asyncio.to_thread(build_engine, config)
-    async with running_host(engine, served, ctx.process, ctx.metrics, ctx.log) as host:
+    async with running_host(
+        engine,
+        served,
+        ctx.process,
+        ctx.metrics,
+        ctx.log,
+        evicted_share=config.kv_evicted_share,
+    ) as host:
         await serve(ctx, config, host)
 
 

@@ -147,6 +147,7 @@ class ActiveRequest:
             blocks=tuple(sequence.block_table[: num_blocks_for(num_tokens, self._block_size)]),
             num_tokens=num_tokens,
             num_cached_tokens=self.group.num_cached_tokens,
+            num_host_tokens=self.group.num_host_tokens,
         )
 
     def finished(self) -> FinishedRequest:
@@ -156,6 +157,7 @@ class ActiveRequest:
             num_tokens=tuple(choice.sequence.num_tokens for choice in self.choices),
             finish_reasons=tuple(choice.finish_reason or "" for choice in self.choices),
             num_cached_tokens=self.group.num_cached_tokens,
+            num_host_tokens=self.group.num_host_tokens,
         )
 
 

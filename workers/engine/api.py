@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from schemas.control import Load
 from schemas.requests import SamplingParams
@@ -78,6 +80,7 @@ class HeldRequest:
     blocks: tuple[int, ...]  # slots, in token order; the last may be partly full
     num_tokens: int  # whose KV the blocks hold
     num_cached_tokens: int
+    num_host_tokens: int = 0  # of these, how many came out of the host tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +91,7 @@ class FinishedRequest:
     num_tokens: tuple[int, ...]  # per choice, tokens that existed before included
     finish_reasons: tuple[str, ...]
     num_cached_tokens: int
+    num_host_tokens: int = 0  # of these, how many came out of the host tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +140,17 @@ class EngineInfo:
         return min(self.context_length, most)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockStates:
+    """Blocks of the pool by what they are there for; they sum to its size."""
+
+    free: int
+    cached: int  # found by hash, evicted when there is need
+    active: int  # of sequences, and of requests whose blocks are still to be filled
+    leased: int  # of requests that are held for a reader
+    arriving: int  # between the tiers
+
+
 class EngineApi(Protocol):
     """What a worker service needs, called by way of :class:`workers.engine.thread.EngineThread`."""
 
@@ -168,11 +183,17 @@ class EngineApi(Protocol):
     def step(self) -> StepReport:
         """Schedule, run, sample, report. Returns an empty report when there is no work."""
 
+    def collect(self) -> None:
+        """Take in what was copied between the tiers; for whoever hears that a copy has ended."""
+
     def has_work(self) -> bool:
         """Whether ``step`` would compute something."""
 
     def load(self) -> Load:
         """How busy it is."""
+
+    def block_states(self) -> BlockStates:
+        """What its blocks are there for."""
 
     def check_invariants(self) -> None:
         """Raise AssertionError when the books are wrong."""
@@ -247,16 +268,38 @@ class Runner(Protocol):
     def import_blocks(self, blocks: Seq[int]) -> None:
         """Take over what others wrote into these slots of the shared pool."""
 
+    def read_block(self, block: int, into: npt.NDArray[np.uint8]) -> None:
+        """Copy a block's bytes to ``into``. From any thread, also during a step: they are of use
+        if the block's slot has the generation afterwards that it had when the block was full."""
+
+    def write_block(self, block: int, data: npt.NDArray[np.uint8]) -> None:
+        """Copy bytes into a block that nobody else writes or reads. From any thread, also during
+        a step."""
+
 
 class RunnerLost(Exception):
     """A runner can compute no more, whatever the request: the engine is at its end."""
 
 
 class InSharedPool:
-    """Base of runners that compute in the shared pool itself: there is nothing to move."""
+    """Base of runners that compute in the shared pool itself: there is nothing to move.
+
+    Attributes:
+        _slots: [num_blocks, block_bytes] uint8, what they compute in.
+    """
+
+    _slots: npt.NDArray[np.uint8]
 
     def export_blocks(self, blocks: Seq[int]) -> None:
         """They are there."""
 
     def import_blocks(self, blocks: Seq[int]) -> None:
         """They are there."""
+
+    def read_block(self, block: int, into: npt.NDArray[np.uint8]) -> None:
+        """Copy a block out; the interpreter's lock is not held meanwhile."""
+        into[:] = self._slots[block]
+
+    def write_block(self, block: int, data: npt.NDArray[np.uint8]) -> None:
+        """Copy a block in; the interpreter's lock is not held meanwhile."""
+        self._slots[block] = data

@@ -16,6 +16,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from workers.engine.cached_blocks import CachedBlocks
+from workers.kv.api import BlockEvents, BlockName
+from workers.kv.tally import TierTally
+
 
 class Slots(Protocol):
     """The part of :class:`infra.transport.shm.SharedPool` that the books need."""
@@ -24,6 +28,16 @@ class Slots(Protocol):
 
     def touch(self, slot: int) -> None:
         """Raise the slot's generation."""
+
+
+class LowerTier(Protocol):
+    """Where blocks are kept beside the pool; :class:`workers.kv.mover.BlockMover` is one."""
+
+    def demote(self, block: int, name: BlockName) -> None:
+        """A block can be found from now on, and may be copied until its slot is touched."""
+
+    def holds(self, block_hash: bytes) -> bool:
+        """Whether a copy is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +52,30 @@ class BlockCounts:
 class BlockPool:
     """Slots with reference counts, and an index of full blocks by prefix hash.
 
-    "No room" is an answer (None), never an exception. Cached slots are evicted least recently used
-    first; of one sequence's blocks the last goes first, since an earlier block is of use without
-    the later one but not the other way round.
+    "No room" is an answer (None), never an exception. Which cached slot is evicted first is told
+    by :class:`CachedBlocks`; of one sequence's blocks the last goes first, since an earlier block
+    is of use without the later one but not the other way round.
+
+    Args:
+        num_blocks: the pool has the first so many of ``slots``; None: all.
+
+    Attributes:
+        lower: the tier below, if there is one.
+        events: who wants to know what can be found.
+        tally: counts what is lost to an eviction.
     """
 
-    def __init__(self, slots: Slots, block_size: int) -> None:
+    def __init__(self, slots: Slots, block_size: int, num_blocks: int | None = None) -> None:
         self.block_size = block_size
-        self.num_blocks = slots.num_blocks
+        self.num_blocks = slots.num_blocks if num_blocks is None else num_blocks
+        self.lower: LowerTier | None = None
+        self.events: BlockEvents | None = None
+        self.tally = TierTally()
         self._slots = slots
-        self._references = [0] * slots.num_blocks
-        self._free = list(range(slots.num_blocks - 1, -1, -1))  # a stack: warm slots first
-        self._cached: dict[int, None] = {}  # oldest first: a dict keeps the order of insertion
+        self._references = [0] * self.num_blocks
+        self._is_reused = bytearray(self.num_blocks)
+        self._free = list(range(self.num_blocks - 1, -1, -1))  # a stack: warm slots first
+        self._cached = CachedBlocks()
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
 
@@ -73,19 +99,33 @@ class BlockPool:
         if self._free:
             block = self._free.pop()
         else:
-            block = next(iter(self._cached))
-            del self._cached[block]
-            del self._block_of[self._hash_of.pop(block)]
+            block = self._evict()
         self._references[block] = 1
+        self._is_reused[block] = False
         self._slots.touch(block)
         return block
+
+    def _evict(self) -> int:
+        lower = self.lower
+        block = self._cached.pop_victim(None if lower is None else self._is_spare)
+        block_hash = self._hash_of.pop(block)
+        del self._block_of[block_hash]
+        is_kept = lower is not None and lower.holds(block_hash)
+        self.tally.add("device", "evicted" if is_kept else "dropped")
+        if self.events is not None:
+            self.events.removed("device", block_hash)
+        return block
+
+    def _is_spare(self, block: int) -> bool:
+        return self.lower is not None and self.lower.holds(self._hash_of[block])
 
     def acquire(self, blocks: Iterable[int]) -> None:
         """One more reference to each block, which must be active or cached."""
         for block in blocks:
             if self._references[block] == 0:
-                del self._cached[block]
+                self._cached.remove(block)
             self._references[block] += 1
+            self._is_reused[block] = True
 
     def release(self, blocks: Sequence[int]) -> None:
         """One reference less to each. Without any, a block with a hash stays cached."""
@@ -96,15 +136,28 @@ class BlockPool:
             if references:
                 continue
             if block in self._hash_of:
-                self._cached[block] = None
+                self._cached.add(block, is_reused=bool(self._is_reused[block]))
             else:
                 self._free.append(block)
 
-    def register(self, block: int, prefix_hash: bytes) -> None:
+    def register(self, block: int, prefix_hash: bytes, parent: bytes = b"") -> None:
         """Make a full, computed block findable; a second block of equal content stays private."""
-        if prefix_hash not in self._block_of and block not in self._hash_of:
-            self._block_of[prefix_hash] = block
-            self._hash_of[block] = prefix_hash
+        if prefix_hash in self._block_of or block in self._hash_of:
+            return
+        self._block_of[prefix_hash] = block
+        self._hash_of[block] = prefix_hash
+        self.tally.add("device", "stored")
+        if self.lower is None and self.events is None:
+            return
+        name = BlockName(block_hash=prefix_hash, parent=parent)
+        if self.events is not None:
+            self.events.stored("device", name)
+        if self.lower is not None:
+            self.lower.demote(block, name)
+
+    def find(self, prefix_hash: bytes) -> int | None:
+        """The block of that hash, not acquired."""
+        return self._block_of.get(prefix_hash)
 
     def match(self, prefix_hashes: Iterable[bytes]) -> list[int]:
         """The blocks of the longest known prefix, not yet acquired."""
@@ -130,6 +183,7 @@ class BlockPool:
         assert len(free) + len(cached) + len(active) == self.num_blocks, "a slot is lost"
         assert min(self._references, default=0) >= 0, "a negative reference count"
         assert not free & self._hash_of.keys(), "a free slot has a hash"
+        assert len(cached) == len(self._cached), "a slot is cached twice"
         assert cached <= self._hash_of.keys(), "a cached slot has no hash"
         index = {prefix_hash: block for block, prefix_hash in self._hash_of.items()}
         assert index == self._block_of, "the two hash indexes differ"

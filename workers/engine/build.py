@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import structlog
 import torch
 
@@ -33,6 +35,7 @@ def build_torch_engine(
     device: str = "cpu",
     num_blocks: int | None = None,
     kv_bytes: int | None = None,
+    host_bytes: int = 0,
     block_size: int = 16,
     num_threads: int | None = None,
     config: EngineConfig | None = None,
@@ -50,6 +53,7 @@ def build_torch_engine(
         num_blocks, kv_bytes: the size of the KV pool; one of them. Memory is taken as blocks are
             written, not at once. From ``kv_bytes`` no more blocks are made than all sequences of
             full length could fill.
+        host_bytes: what the shared pool has beyond that, for a host tier; whole blocks of it.
         num_threads: what torch and the native library may use; None leaves torch's number as it
             is and takes the same.
 
@@ -63,7 +67,7 @@ def build_torch_engine(
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     builder = _Builder(
-        Path(folder), dtype, block_size, num_blocks, kv_bytes, config or EngineConfig()
+        Path(folder), dtype, block_size, num_blocks, kv_bytes, host_bytes, config or EngineConfig()
     )
     where = _device(device, dtype, kernels)
     if where != CPU:
@@ -104,6 +108,7 @@ class _Builder:
         block_size: int,
         num_blocks: int | None,
         kv_bytes: int | None,
+        host_bytes: int,
         config: EngineConfig,
     ) -> None:
         self._folder = folder
@@ -111,6 +116,7 @@ class _Builder:
         self._block_size = block_size
         self._num_blocks = num_blocks
         self._kv_bytes = kv_bytes
+        self._host_bytes = host_bytes
         self._config = config
 
     def native(self) -> Engine:
@@ -118,35 +124,40 @@ class _Builder:
         layout = layout_of(loaded, block_size=self._block_size)
         if self._dtype in QUANTISED:
             layout = replace(layout, weights=self._dtype)
-        pool = self._pool(loaded, layout)
-        runner = load_native(loaded, layout, pool.slots, num_threads=torch.get_num_threads())
+        pool, slots = self._pool(loaded, layout)
+        runner = load_native(loaded, layout, slots, num_threads=torch.get_num_threads())
         return self._engine(runner, pool, loaded)
 
     def general(self) -> Engine:
         loaded = load_model(self._folder, self._dtype)
         layout = layout_of(loaded, block_size=self._block_size)
-        pool = self._pool(loaded, layout)
-        return self._engine(TorchRunner(loaded, layout, pool.slots), pool, loaded)
+        pool, slots = self._pool(loaded, layout)
+        return self._engine(TorchRunner(loaded, layout, slots), pool, loaded)
 
     def on_device(self, device: torch.device) -> Engine:
         loaded = load_model(self._folder, "bf16" if self._dtype == "auto" else self._dtype)
         layout = layout_of(loaded, block_size=self._block_size)
-        pool = self._pool(loaded, layout)
+        pool, slots = self._pool(loaded, layout)
         most = self._config.max_num_sequences
-        runner = load_on_device(loaded, layout, pool.slots, device, max_batch=most)
+        runner = load_on_device(loaded, layout, slots, device, max_batch=most)
         return self._engine(runner, pool, loaded)
 
     def _engine(self, runner: Runner, pool: SharedPool, loaded: LoadedModel) -> Engine:
         return Engine(runner, pool, Vocabulary.from_folder(loaded.facts.path), self._config)
 
-    def _pool(self, loaded: LoadedModel, layout: KvLayout) -> SharedPool:
+    def _pool(
+        self, loaded: LoadedModel, layout: KvLayout
+    ) -> tuple[SharedPool, npt.NDArray[np.uint8]]:
+        """The memory, and its slots that are the engine's."""
         num_blocks = self._num_blocks
         if self._kv_bytes is not None:
             blocks_per_sequence = -(-loaded.facts.context_length // self._block_size)
             most = blocks_per_sequence * self._config.max_num_sequences
             num_blocks = min(most, _num_blocks(self._kv_bytes, layout))
         assert num_blocks is not None
-        return SharedPool(num_blocks, layout.block_bytes)
+        num_host_blocks = self._host_bytes // layout.block_bytes
+        pool = SharedPool(num_blocks + num_host_blocks, layout.block_bytes)
+        return pool, pool.slots[:num_blocks]
 
 
 def _num_blocks(kv_bytes: int, layout: KvLayout) -> int:

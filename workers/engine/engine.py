@@ -1,11 +1,11 @@
 """The engine: ``step()`` is schedule, run, sample, report.
 
-It knows no model (a runner does), no clock and no bus; one thread uses it.
+It knows no model (a runner does) and no bus; one thread uses it. Where it is given a host tier, it
+sends there what it has computed, and gets back what is asked for again; see ``workers/kv/api.py``.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence as Seq
 
 import structlog
@@ -16,6 +16,7 @@ from schemas.errors import EngineFailed, NoCapacity
 from schemas.requests import SamplingParams
 from workers.engine.active_request import ActiveRequest, check_request
 from workers.engine.api import (
+    BlockStates,
     EngineRequest,
     FailedRequest,
     Runner,
@@ -25,11 +26,17 @@ from workers.engine.api import (
     StepReport,
     TokenOutput,
 )
+from workers.engine.arrivals import Arrivals
 from workers.engine.block_pool import BlockPool
+from workers.engine.books import block_states, check_books
 from workers.engine.grammar import Grammars
 from workers.engine.output import Vocabulary
 from workers.engine.scheduler import Chunk, EngineConfig, Scheduler
 from workers.engine.sequence import num_blocks_for
+from workers.kv.api import BlockEvents
+from workers.kv.mover import BlockMover
+from workers.kv.pace import Pace
+from workers.kv.tally import TierTally
 
 __all__ = ["Engine", "EngineConfig"]
 
@@ -43,8 +50,9 @@ class Engine:
 
     Attributes:
         pool: the memory from which other processes read blocks; where the runner has none of its
-            own, it writes there.
-        blocks: the books of that memory.
+            own, it writes there. Slots beyond those of the runner are the host tier's.
+        blocks: the books of the runner's slots.
+        pace: how fast it is.
         grammars: what answers with a ``response_format`` keep to.
         runner: what computes; between steps it may be used beside the engine, for measuring.
     """
@@ -59,7 +67,8 @@ class Engine:
         self.info = runner.info
         self.pool = pool
         self.config = config or EngineConfig()
-        self.blocks = BlockPool(pool, self.info.block_size)
+        self.pace = Pace()
+        self.blocks = BlockPool(pool, self.info.block_size, self.info.num_blocks)
         self.scheduler = Scheduler(self.blocks, self.config)
         self.runner = runner
         self._vocabulary = vocabulary
@@ -69,6 +78,17 @@ class Engine:
         self._reservations: dict[str, tuple[int, ...]] = {}
         self._num_arrived = 0
         self._is_stalled = False  # nothing fits until something is added or released
+
+    def use_tiers(
+        self, mover: BlockMover | None, tally: TierTally, events: BlockEvents | None = None
+    ) -> None:
+        """Before the first request: count in ``tally``, tell ``events`` what can be found, and use
+        the host tier to which ``mover`` leads."""
+        self.blocks.tally = self.scheduler.reuse.tally = tally
+        self.blocks.events = events
+        if mover is not None:
+            self.blocks.lower = mover
+            self.scheduler.reuse.arrivals = Arrivals(self.blocks, mover)
 
     # ---- in and out ----------------------------------------------------------------------
 
@@ -158,15 +178,24 @@ class Engine:
 
     # ---- the step ------------------------------------------------------------------------
 
+    def collect(self) -> None:
+        """Take in what came from the host tier; for whoever hears that a copy has ended."""
+        arrivals = self.scheduler.reuse.arrivals
+        if arrivals is not None and arrivals.collect():
+            self._is_stalled = False
+
     def step(self) -> StepReport:
         """Schedule, run, sample, report."""
+        self.collect()
         report = StepReport()
         report.finished += [ended.finished() for ended in self._ended.values()]
         self._ended.clear()
         chunks = self.scheduler.schedule()
         self._is_stalled = not chunks
         chunks = self._find_allowed(self._copy_blocks(chunks, report), report)
-        for chunk, outcome in zip(chunks, self._execute(chunks), strict=True):
+        with self.pace.step(sum(chunk.count for chunk in chunks)):
+            outcomes = self._execute(chunks)
+        for chunk, outcome in zip(chunks, outcomes, strict=True):
             active = self._requests.get(chunk.sequence.group.key)
             if active is None:
                 continue  # another choice of the same request failed in this step
@@ -304,7 +333,8 @@ class Engine:
         """Whether ``step`` would compute or report something."""
         scheduler = self.scheduler
         can_run = bool(scheduler.running or scheduler.waiting) and not self._is_stalled
-        return bool(self._ended) or can_run
+        arrivals = scheduler.reuse.arrivals
+        return bool(self._ended) or can_run or (arrivals is not None and arrivals.has_ended)
 
     def load(self) -> Load:
         """How busy it is."""
@@ -322,26 +352,16 @@ class Engine:
             waiting_tokens=sum(sequence.num_uncomputed_tokens for sequence in to_compute),
         )
 
+    def block_states(self) -> BlockStates:
+        """What its blocks are there for."""
+        arrivals = self.scheduler.reuse.arrivals
+        arriving = () if arrivals is None else arrivals.blocks()
+        return block_states(self.blocks, self._requests.values(), arriving)
+
     def check_invariants(self) -> None:
         """Raise AssertionError when a block is not accounted for, or a sequence is in no line or
         in two."""
-        self.blocks.check_invariants()
-        known = list(self.scheduler.sequences())
-        assert len({id(sequence) for sequence in known}) == len(known), "a sequence is in two lines"
-        held = Counter(block for blocks in self._reservations.values() for block in blocks)
-        for sequence in known:
-            assert sequence.group.key in self._requests, "a sequence without a request"
-            covered = len(sequence.block_table) * self.info.block_size
-            assert sequence.num_computed_tokens <= covered, "computed tokens without a block"
-            held.update(sequence.block_table)
-        for block in range(self.blocks.num_blocks):
-            assert self.blocks.num_references(block) == held[block], f"block {block} leaked"
-        in_line = {id(sequence) for sequence in known}
-        for active in self._requests.values():
-            pending = {id(sequence) for sequence in active.group.pending}
-            assert active.group.is_held or any(
-                id(sequence) in in_line | pending for sequence in active.sequences
-            ), f"nothing of {active.key} is in line"
+        check_books(self.blocks, self.scheduler, self._requests, self._reservations)
 
 
 def _has_format(chunk: Chunk) -> bool:

@@ -8,6 +8,9 @@ is out, the youngest owner of blocks gives its up (its tokens stay, their KV is 
 later, from the prefix cache where that still has it) and waits in its old place in line; so the
 oldest always gets on, and the pool is large enough for it, since ``Engine.add`` refused it
 otherwise.
+
+What the host tier has of a sequence is brought into the pool before it starts, and for those next
+in line before their turn; the head waits for that as it waits for room, and others run meanwhile.
 """
 
 from __future__ import annotations
@@ -21,7 +24,10 @@ import msgspec
 
 from schemas.errors import ConfigError
 from workers.engine.block_pool import BlockPool
+from workers.engine.reuse import Reuse
 from workers.engine.sequence import ROOT, Group, Sequence, num_blocks_for
+
+_NUM_PREFETCHED = 4  # how far back in line blocks are brought from the host tier before their turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +93,7 @@ class Scheduler:
     def __init__(self, pool: BlockPool, config: EngineConfig) -> None:
         self.pool = pool
         self.config = config
+        self.reuse = Reuse(pool)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.parked: list[Sequence] = []
@@ -161,6 +168,8 @@ class Scheduler:
         self._admit_in_order(plan)
         if not plan.chunks and self.waiting:
             self._admit_by_force(self.waiting[0], plan)
+        if self.waiting:
+            self._prefetch()
         return list(plan.chunks.values())
 
     def _extend(self, sequence: Sequence, count: int, plan: _Plan) -> None:
@@ -196,19 +205,23 @@ class Scheduler:
         head's way."""
         assert not self.running, "a running sequence was neither planned nor preempted"
         while not self._admit(head, plan):
-            victim = self._victim(head)
+            victim = None if self.reuse.is_coming(head) else self._victim(head)
             if victim is None:
                 return
             self._preempt(victim, plan)
 
     def _admit(self, sequence: Sequence, plan: _Plan) -> bool:
-        """Start it if all its tokens find room. Budget is left, so what runs has its room."""
+        """Start it if all its tokens find room, and none of its blocks is still to come. Budget is
+        left, so what runs has its room."""
         has_import = bool(sequence.block_table)
-        source = None if has_import else self._take_prefix(sequence)
-        if self._num_missing(sequence) > self.pool.num_available:
+        source = None if has_import else self.reuse.take(sequence)
+        has_no_room = self._num_missing(sequence) > self.pool.num_available
+        if has_no_room or (not has_import and self.reuse.is_coming(sequence)):
             if not has_import:
                 self._drop_blocks(sequence)
             return False
+        if not sequence.group.has_started:
+            self.reuse.count(sequence)
         copy = None
         if source is not None:
             self._grow(sequence, 0)  # the target of the copy
@@ -232,33 +245,19 @@ class Scheduler:
         if group.num_unstarted == 0 and group.root is not None and not group.keeps_root:
             self._drop_root(group)
 
-    def _take_prefix(self, sequence: Sequence) -> int | None:
-        """Share the blocks whose KV exists, all but the last token's: that one must be computed.
-        A prompt's scores come of computing it, so as long as some are missing nothing is shared.
-
-        Returns:
-            The slot to copy into the next block when a fork begins within a block, else None.
-        """
-        size = self.pool.block_size
-        group = sequence.group
-        if group.scores_to_fill is not None:
-            return None
-        last = len(sequence.token_ids) - 1
-        blocks = self.pool.match(sequence.prefix_hashes(last // size, size))
-        num_tokens = len(blocks) * size
-        if not group.has_started:
-            group.num_cached_tokens = min(num_tokens, sequence.num_prompt_tokens)
-        source = None
-        if (root := group.root) is not None and not sequence.is_root:
-            num_forked = min(root.num_computed_tokens, last)
-            if num_forked > num_tokens:
-                num_tokens = num_forked
-                blocks = root.block_table[: num_forked // size]
-                source = root.block_table[num_forked // size] if num_forked % size else None
-        self.pool.acquire(blocks)
-        sequence.block_table = list(blocks)
-        sequence.num_computed_tokens = num_tokens
-        return source
+    def _prefetch(self) -> None:
+        """Bring blocks of those next in line as far as there will be room for them, when those
+        before them have theirs and whatever runs has grown by a block."""
+        if self.reuse.arrivals is None:
+            return
+        room = self.pool.num_available - self.num_promised() - len(self.running)
+        for sequence in self.waiting[:_NUM_PREFETCHED]:
+            room -= self._num_missing(sequence)
+            if room < 0:
+                return
+            if not sequence.has_looked_below and not sequence.block_table:
+                sequence.has_looked_below = True
+                self.reuse.is_coming(sequence)
 
     # ---- giving up blocks ----------------------------------------------------------------
 
@@ -279,6 +278,7 @@ class Scheduler:
             self._drop_root(sequence.group)
             return
         self.num_preemptions += 1
+        sequence.has_looked_below, sequence.num_promotions = False, 0
         self._forget(sequence)
         self._drop_blocks(sequence)
         insort(self.waiting, sequence, key=_age)

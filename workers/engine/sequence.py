@@ -39,6 +39,7 @@ class Group:
     num_unstarted: int = 0  # choices that never ran: while there are any, the root is of use
     has_started: bool = False  # computed here, or at least begun elsewhere and imported
     num_cached_tokens: int = 0  # of the prompt, found in the pool when the request first ran
+    num_host_tokens: int = 0  # of these, those that had been brought there out of the host tier
     scores: PromptScores | None = None  # of the prompt, where they are wanted
 
     @property
@@ -62,6 +63,9 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     has_started: bool = False
+    has_looked_below: bool = False  # into the host tier, before its turn
+    num_promotions: int = 0  # begun for it, since it last owned blocks
+    promoted: set[bytes] = field(default_factory=set)  # blocks that they brought
     _hashes: list[bytes] = field(default_factory=list)
 
     @property

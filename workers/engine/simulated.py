@@ -136,7 +136,8 @@ class SimulatedRunner(InSharedPool):
     """Implements :class:`workers.engine.api.Runner` over a pool of 8-byte entries.
 
     Args:
-        pool: its block_bytes are ``info.block_size * ENTRY_BYTES``.
+        pool: its block_bytes are ``info.block_size * ENTRY_BYTES``; of its slots it uses the first
+            ``info.num_blocks``.
         token_ids: what answers are made of, apart from the end.
     """
 
@@ -149,8 +150,9 @@ class SimulatedRunner(InSharedPool):
         self._eos = min(info.eos_token_ids) if info.eos_token_ids else None
         self._cost = cost
         self._block_size = info.block_size
-        self._entries = pool.slots.reshape(-1).data.cast("Q")
-        self._entry_array = pool.slots.reshape(-1).view(np.uint64)
+        self._slots = pool.slots[: info.num_blocks]
+        self._entries = self._slots.reshape(-1).data.cast("Q")
+        self._entry_array = self._slots.reshape(-1).view(np.uint64)
         self._token_array = np.array(self._token_ids, np.int64)
 
     def execute(self, batch: Seq[ScheduledSequence]) -> list[Sampled]:
@@ -292,6 +294,7 @@ def build_simulated(
     tokenizer_folder: Path,
     *,
     num_blocks: int = 4096,
+    num_host_blocks: int = 0,
     block_size: int = 16,
     context_length: int = 8192,
     eos_token_ids: frozenset[int] | None = None,
@@ -302,6 +305,7 @@ def build_simulated(
 
     Args:
         tokenizer_folder: a model folder; only its tokenizer is read.
+        num_host_blocks: further slots in the same memory, for a host tier.
         eos_token_ids: None: the tokenizer's own ``eos_token``, if it names one.
         cost: None: the defaults of :class:`CostModel`.
 
@@ -326,7 +330,7 @@ def build_simulated(
         block_bytes=block_size * ENTRY_BYTES,
         fingerprint=salt_of("simulated-kv/1", layout, identity).hex(),
     )
-    pool = SharedPool(num_blocks, info.block_bytes)
+    pool = SharedPool(num_blocks + num_host_blocks, info.block_bytes)
     runner = SimulatedRunner(pool, info, token_ids, cost or CostModel())
     return Engine(runner, pool, vocabulary, config)
 

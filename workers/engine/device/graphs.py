@@ -7,6 +7,7 @@ pool: only one runs at a time, and logits are copied to the host before the next
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,6 +23,8 @@ Forward = Callable[[Tensor, StepShape], Tensor]
 _WARM_UPS = 2  # libraries and Triton choose and compile kernels at the first; not recordable
 
 _log = structlog.get_logger(__name__)
+
+RECORDING = threading.Lock()  # while a graph is recorded, no other thread may ask the device
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,7 +74,7 @@ class Graphs:
                 for _ in range(_WARM_UPS):
                     self._forward(static, shape)
             torch.cuda.current_stream(self._device).wait_stream(stream)
-            with torch.cuda.graph(graph, pool=self._memory):
+            with RECORDING, torch.cuda.graph(graph, pool=self._memory):
                 logits = self._forward(static, shape)
         except RuntimeError as error:  # the model asks the device for a number, for instance
             self._can_record = False

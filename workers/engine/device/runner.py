@@ -3,7 +3,7 @@
 Blocks are computed in a pool on the device. The shared pool is what other processes read: blocks
 are copied there when a request is held (``export_blocks``), and from there when they were filled by
 others (``import_blocks``). Slot b of the one is slot b of the other; the device has a spare one
-more, for the padding of steps.
+more, for the padding of steps. To and from the host tier blocks go straight, on another stream.
 
     order the batch -> one copy of all numbers -> forward pass -> logits to the host -> sampler
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 from workers.engine.api import EngineInfo, RunnerLost, Sampled, ScheduledSequence
 from workers.engine.device.backends import Backend
 from workers.engine.device.buckets import Buckets
-from workers.engine.device.graphs import Graphs
+from workers.engine.device.graphs import RECORDING, Graphs
 from workers.engine.device.inputs import (
     Numbers,
     StepInputs,
@@ -79,6 +79,7 @@ class DeviceRunner:
             max_blocks=num_blocks_for(loaded.facts.context_length, layout.block_size),
             growth=2 if decode.reads_table else 4,
         )
+        self._copies = torch.cuda.Stream(self._device) if self._is_cuda else None  # type: ignore[no-untyped-call]
         self._graphs = (
             Graphs(self._forward, self._device) if self._is_cuda and decode.is_recordable else None
         )
@@ -133,9 +134,28 @@ class DeviceRunner:
         self._shared[numbers] = self._slots[numbers.to(self._device)].cpu()
 
     def import_blocks(self, blocks: Seq[int]) -> None:
-        """Take over blocks that others filled: shared pool to device."""
+        """Take over blocks that others filled: shared pool to device. Waits for the copy: they can
+        be read on another stream from then on."""
         numbers = torch.tensor(blocks, dtype=torch.int64)
         self._slots[numbers.to(self._device)] = self._shared[numbers].to(self._device)
+        if self._is_cuda:
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def read_block(self, block: int, into: npt.NDArray[np.uint8]) -> None:
+        """Copy a block out, beside the step that runs; waits for the copy alone."""
+        self._copy_beside(torch.from_numpy(into), self._slots[block])
+
+    def write_block(self, block: int, data: npt.NDArray[np.uint8]) -> None:
+        """Copy a block in, beside the step that runs; waits for the copy alone."""
+        self._copy_beside(self._slots[block], torch.from_numpy(data))
+
+    def _copy_beside(self, into: Tensor, source: Tensor) -> None:
+        if self._copies is None:
+            into.copy_(source)
+            return
+        with RECORDING, torch.cuda.stream(self._copies):
+            into.copy_(source)
+            self._copies.synchronize()
 
     def _bucket(self, batch: Seq[ScheduledSequence]) -> tuple[int, int] | None:
         """What a step of decodes is padded to; None for other steps."""

@@ -1,0 +1,210 @@
+"""The way of blocks between the engine's slots and the host tier, on a thread of its own.
+
+    engine's thread            mover's thread
+    demote(block, name)  --->  reserve, copy, is the generation still the same? checksum, commit
+    promote(...)         --->  checksum, copy
+    ended()              <---  promotions that have ended; ``on_ended`` is called for each
+
+A demotion holds nothing: like a reader in another process it copies first, and looks at the slot's
+generation afterwards. A slot that the engine needed in between is lost to the host tier, never to
+the engine. Promotions go first: somebody waits for them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import structlog
+import xxhash
+
+from workers.engine.api import Runner
+from workers.kv.api import BlockName, HostTier, Pin
+from workers.kv.pace import Pace
+from workers.kv.tally import TierTally
+
+_log = structlog.get_logger(__name__)
+
+MAX_DEMOTIONS = 8192  # blocks in the queue: 128k tokens; beyond that the thread can't follow
+_BATCH_BYTES = 4 << 20  # demoted between two looks for promotions: about a millisecond
+_MAX_BATCH = 64
+
+
+class _Demotion(NamedTuple):
+    block: int
+    generation: int
+    name: BlockName
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Promotion:
+    """Blocks of the host tier on their way into the engine's slots.
+
+    ``num_right``, once ``is_done``: how many of the first are there and are right.
+    """
+
+    hashes: tuple[bytes, ...]  # asked for
+    blocks: tuple[int, ...]
+    pin: Pin
+    num_right: int = 0
+    is_done: bool = False
+
+    @property
+    def names(self) -> tuple[BlockName, ...]:
+        """What is copied into ``blocks``."""
+        return self.pin.blocks
+
+
+class BlockMover:
+    """Moves blocks for one engine.
+
+    Args:
+        host: the tier below the engine's slots, in the memory that the engine has.
+        runner: of that engine.
+
+    Attributes:
+        on_ended: called on the mover's thread when a promotion has ended.
+    """
+
+    def __init__(self, host: HostTier, runner: Runner, tally: TierTally, pace: Pace) -> None:
+        self.on_ended: Callable[[], None] = lambda: None
+        self._host = host
+        self._memory = host.memory
+        self._runner = runner
+        self._tally = tally
+        self._pace = pace
+        self._demotions: deque[_Demotion] = deque()
+        self._promotions: deque[Promotion] = deque()
+        self._ended: deque[Promotion] = deque()
+        self._has_work = threading.Event()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="kv-mover", daemon=False)
+        self._batch = min(_MAX_BATCH, max(1, _BATCH_BYTES // self._memory.block_bytes))
+
+    # ---- for the engine's thread ---------------------------------------------------------
+
+    def num_leading(self, hashes: Sequence[bytes]) -> int:
+        """How many of the first ``hashes`` the host tier has."""
+        return self._host.num_leading(hashes)
+
+    def holds(self, block_hash: bytes) -> bool:
+        """Whether the host tier has a block."""
+        return self._host.num_leading((block_hash,)) == 1
+
+    def is_worth_it(self, num_blocks: int, num_tokens: int) -> bool:
+        """Whether to promote so many blocks rather than to compute their tokens."""
+        return self._pace.is_copying_faster(num_blocks, num_tokens)
+
+    def demote(self, block: int, name: BlockName) -> None:
+        """Have a block that is full copied to the host tier, unless it is needed before."""
+        if len(self._demotions) >= MAX_DEMOTIONS:
+            self._tally.add("device", "dropped")
+            return
+        generation = int(self._memory.generations[block])
+        self._demotions.append(_Demotion(block, generation, name))
+        self._has_work.set()
+
+    def promote(self, hashes: Sequence[bytes], blocks: Sequence[int]) -> Promotion:
+        """Begin to copy ``hashes`` into ``blocks``, which are nobody's until it has ended. It may
+        end with less: what the host tier lost in between, and whatever is wrong there."""
+        pin = self._host.pin(hashes)
+        promotion = Promotion(hashes=tuple(hashes), blocks=tuple(blocks), pin=pin)
+        self._promotions.append(promotion)
+        self._has_work.set()
+        return promotion
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether ``ended`` would return something."""
+        return bool(self._ended)
+
+    def ended(self) -> list[Promotion]:
+        """Promotions that have ended since it was last asked."""
+        ended = []
+        while self._ended:
+            ended.append(self._ended.popleft())
+        return ended
+
+    # ---- life ----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread when the copy that runs has ended. What waits is not done any more."""
+        self._is_closing = True
+        self._has_work.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def work(self) -> bool:
+        """Do one thing that waits; False: nothing does. The thread does this; whoever has not
+        started it may do it himself."""
+        if self._promotions:
+            self._promote(self._promotions.popleft())
+            return True
+        if self._demotions:
+            count = min(self._batch, len(self._demotions))
+            self._demote([self._demotions.popleft() for _ in range(count)])
+            return True
+        return False
+
+    def _run(self) -> None:
+        while not self._is_closing:
+            self._has_work.wait()
+            self._has_work.clear()
+            while not self._is_closing and self.work():
+                pass
+
+    # ---- the copies ----------------------------------------------------------------------
+
+    def _promote(self, promotion: Promotion) -> None:
+        started_s = self._pace.clock()
+        try:
+            self._fill(promotion)
+        except Exception:  # of the device, mostly: what is missing is computed
+            _log.error("promotion_failed", exc_info=True)
+        finally:
+            self._host.unpin(promotion.pin)
+            promotion.is_done = True
+            self._ended.append(promotion)
+            self.on_ended()
+        self._tally.add("host", "promoted", promotion.num_right)
+        if promotion.num_right:
+            self._pace.promotion.note(promotion.num_right, self._pace.clock() - started_s)
+
+    def _fill(self, promotion: Promotion) -> None:
+        pin = promotion.pin
+        for block, slot, checksum in zip(promotion.blocks, pin.slots, pin.checksums, strict=False):
+            data = self._memory.slots[slot]
+            if xxhash.xxh3_64_intdigest(data) != checksum:
+                name = pin.blocks[promotion.num_right]
+                _log.error("corrupt_block", tier="host", slot=slot, block=name.block_hash.hex())
+                self._host.discard(name.block_hash)
+                return
+            self._runner.write_block(block, data)
+            promotion.num_right += 1
+
+    def _demote(self, batch: Sequence[_Demotion]) -> None:
+        generations = self._memory.generations
+        left = {d.name: d for d in batch if generations[d.block] == d.generation}
+        filling = self._host.reserve(tuple(left))
+        right, checksums = [], []
+        try:
+            for number, (name, slot) in enumerate(zip(filling.blocks, filling.slots, strict=True)):
+                into, demotion = self._memory.slots[slot], left[name]
+                self._runner.read_block(demotion.block, into)
+                checksum = xxhash.xxh3_64_intdigest(into)
+                if generations[demotion.block] == demotion.generation:
+                    right.append(number)
+                    checksums.append(checksum)
+        except Exception:  # of the device; the engine will notice by itself
+            _log.error("demotion_failed", exc_info=True)
+        wrong = sorted(set(range(len(filling.slots))) - set(right))
+        self._host.commit(filling.part(right), checksums)
+        self._host.abort(filling.part(wrong))
+        self._tally.add("device", "dropped", len(batch) - len(left) + len(wrong))
