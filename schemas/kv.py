@@ -1,7 +1,8 @@
 """How KV blocks are named, and how they are handed over.
 
 A handle is a lease: while it lasts, its owner keeps the blocks as they are. A reader copies the
-bytes first and checks generations and checksums afterwards; only then has it read anything.
+bytes first and checks generations and checksums afterwards; only then has it read anything. The
+blocks are those of a request that goes on elsewhere, or a prefix that is lent.
 """
 
 from __future__ import annotations
@@ -25,6 +26,14 @@ class KvHandle(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     checksums: bytes  # packed uint64 (xxh3 of the block's bytes); zeros: not computed
     addresses: tuple[str, ...]  # "shm://<host>/<abstract socket>", later "ucx://…"
     expires_unix_ms: int
+
+
+class KvSource(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Another worker that has the first ``num_blocks`` blocks of a prompt, as far as is known."""
+
+    worker: str
+    num_blocks: int
+    tier: str = "host"  # the lowest in which some of them are: "device", "host" or "disk"
 
 
 class KvReady(Message, frozen=True, kw_only=True, tag="kv-ready/1"):
@@ -51,3 +60,31 @@ class LeaseRelease(Message, frozen=True, kw_only=True, tag="lease-release/1"):
     lease_id: str
     secret: bytes
     ok: bool = True
+
+
+class LeaseRenew(Message, frozen=True, kw_only=True, tag="lease-renew/1"):
+    """To the owner: the reader is still at it; the lease stands for another period."""
+
+    lease_id: str
+    secret: bytes
+
+
+class KvLend(Message, frozen=True, kw_only=True, tag="kv-lend/1"):
+    """To a worker: lend the first of these blocks, as many as you have of a prompt's beginning.
+
+    ``parent`` is the hash of the block before the first one (the salt, before a prompt's first).
+    """
+
+    reader: str  # worker id
+    fingerprint: str  # of its KV layout; owners with another one have nothing for it
+    parent: bytes
+    hashes: bytes  # 16 bytes each, in token order
+    deadline_unix_ms: int  # an answer after that is of no use
+
+
+class KvLent(Message, frozen=True, kw_only=True, tag="kv-lent/1"):
+    """The answer to :class:`KvLend`: a lease on the first ``num_blocks`` of them, or none."""
+
+    num_blocks: int = 0
+    handle: KvHandle | None = None
+    reason: str = ""  # without a handle: "absent", "busy", "leaving" or "other_layout"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from schemas.codec import Message
+from schemas.kv import KvSource
 from schemas.requests import RequestRecord
 
 
@@ -18,3 +19,4 @@ class PrefillTask(Message, frozen=True, kw_only=True, tag="prefill-task/1"):
     after_seq: int
     reader: str
     record: RequestRecord | None = None  # None: read it at mesh.v1.request.<id>
+    kv_sources: tuple[KvSource, ...] = ()  # who has how much of the prompt's KV, most first

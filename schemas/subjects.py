@@ -9,7 +9,8 @@
     mesh.v1.token-stream.<reader>.claim.<id>         the claim chain of one request
     mesh.v1.live.token-stream.<reader>.>             both of the above, republished in stream order
     mesh.v1.cancel.<worker>                          CancelWord
-    mesh.v1.lease.<worker>                           LeaseRelease
+    mesh.v1.lease.<worker>                           LeaseRelease, LeaseRenew
+    mesh.v1.kv-lend.<worker>                         KvLend; the answer is KvLent
     mesh.v1.beat.<process>                           Beat
     mesh.v1.adopt.<process>                          Adopt
     mesh.v1.control.<process>                        Drain
@@ -212,6 +213,11 @@ def cancel(worker: str) -> str:
 def lease(worker: str) -> str:
     """Releases and renewals of the leases that a worker gave."""
     return f"{ROOT}.lease.{_worker(worker)}"
+
+
+def kv_lend(worker: str) -> str:
+    """Questions to a worker for blocks that it may lend; answers go to their reply subjects."""
+    return f"{ROOT}.kv-lend.{_worker(worker)}"
 
 
 def beat(process: str) -> str:

@@ -64,7 +64,8 @@ CONTROL = Permissions(
 WORKER = Permissions(
     publish=(
         *(f"{ROOT}.{name}.>" for name in ("prefill", "kv-ready", "decode", "token-stream")),
-        *(f"{ROOT}.{name}.>" for name in ("lease", "cancel", "beat", "kv-events", "trace")),
+        *(f"{ROOT}.{name}.>" for name in ("lease", "kv-lend", "cancel", "beat", "kv-events")),
+        f"{ROOT}.trace.>",
         f"{ROOT}.dead",
         f"$JS.ACK.{WORK}.>",
         f"{_API}.CONSUMER.MSG.NEXT.{WORK}.>",
@@ -78,7 +79,8 @@ WORKER = Permissions(
         *_PUT_OBJECTS,
     ),
     subscribe=(
-        *(f"{ROOT}.{name}.>" for name in ("lease", "cancel", "beat", "control", "kv-events")),
+        *(f"{ROOT}.{name}.>" for name in ("lease", "kv-lend", "cancel", "beat", "control")),
+        f"{ROOT}.kv-events.>",
         f"{ROOT}.live.>",
         "_INBOX_worker.>",
     ),

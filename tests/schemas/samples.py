@@ -6,7 +6,15 @@ from schemas.codec import Message, pack_ids
 from schemas.control import Adopt, Beat, CancelWord, DeadLetter, Drain, Load
 from schemas.decode import DecodeTask
 from schemas.errors import ErrorInfo
-from schemas.kv import KvHandle, KvReady, LeaseRelease
+from schemas.kv import (
+    KvHandle,
+    KvLend,
+    KvLent,
+    KvReady,
+    KvSource,
+    LeaseRelease,
+    LeaseRenew,
+)
 from schemas.models import ModelCard
 from schemas.prefill import PrefillTask
 from schemas.requests import (
@@ -116,10 +124,26 @@ SAMPLES: tuple[Message, ...] = (
         reader_note=b"\x00their own\xff",
     ),
     RECORD,
-    PrefillTask(request_id=REQUEST_ID, epoch=3, after_seq=21, reader=READER, record=RECORD),
+    PrefillTask(
+        request_id=REQUEST_ID,
+        epoch=3,
+        after_seq=21,
+        reader=READER,
+        record=RECORD,
+        kv_sources=(KvSource(worker="decode-0-99aabbccdd", num_blocks=7, tier="disk"),),
+    ),
     READY,
     DecodeTask(request_id=REQUEST_ID, epoch=2, after_seq=17, reader=READER, ready=READY),
     LeaseRelease(lease_id="lease-1", secret=bytes(range(16)), ok=False),
+    LeaseRenew(lease_id="lease-1", secret=bytes(range(16))),
+    KvLend(
+        reader="prefill-0-1f2e3d4c5b",
+        fingerprint="0011223344556677",
+        parent=bytes(range(16)),
+        hashes=bytes(range(32)),
+        deadline_unix_ms=1_700_000_000_250,
+    ),
+    KvLent(num_blocks=2, handle=HANDLE, reason="busy"),
     TokenBatch(
         worker="decode-0-99aabbccdd",
         deltas=(

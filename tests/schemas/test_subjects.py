@@ -130,7 +130,8 @@ def test_readers_that_can_not_stand_in_a_subject(bad: str) -> None:
 def test_workers_that_can_not_stand_in_a_subject(bad: str) -> None:
     """Whoever writes a worker id writes to no other subject with it."""
     for make in (
-        subjects.cancel, subjects.lease, subjects.beat, subjects.adopt, subjects.control,
+        subjects.cancel, subjects.lease, subjects.kv_lend, subjects.beat, subjects.adopt,
+        subjects.control,
     ):  # fmt: skip
         with pytest.raises(SchemaError):
             make(bad)

@@ -107,7 +107,12 @@ async def test_a_worker_has_what_it_needs(connect, bus, times):
         subjects.DEAD,
     ):
         await worker.publish_stored(stored, b"x")
-    for said in (subjects.beat("p"), subjects.cancel("w2"), subjects.lease("w2")):
+    for said in (
+        subjects.beat("p"),
+        subjects.cancel("w2"),
+        subjects.lease("w2"),
+        subjects.kv_lend("w2"),
+    ):
         await worker.publish(said, b"x")
         await worker.subscribe(said, lambda message: None)
     await bus.publish_stored(subjects.request_record(REQUEST), b"record")
