@@ -18,7 +18,7 @@ from workers.engine.api import BlockStates, StepReport
 from workers.engine.engine import Engine
 from workers.engine.thread import EngineThread
 from workers.kv.api import BlockEvents
-from workers.kv.host_tier import EVICTED_SHARE
+from workers.kv.eviction import MAX_SHARE
 from workers.kv.intake import KvIntake
 from workers.kv.leases import LeaseBook
 from workers.kv.tiers import Tiers, make_tiers
@@ -60,7 +60,7 @@ async def running_host(
     log: Logger,
     *,
     events: BlockEvents | None = None,
-    evicted_share: float = EVICTED_SHARE,
+    evicted_share: float = MAX_SHARE,
 ) -> AsyncIterator[Host]:
     """A host from its engine's thread to its pool's door; everything is closed at the end.
 

@@ -13,15 +13,14 @@ Only the books are here. Whoever moves bytes reserves, writes and commits, or pi
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from infra.transport.shm import SharedPool
 from workers.kv.api import BlockEvents, BlockName, EvictionPolicy, Filling, Pin
-from workers.kv.leaf_lru import LeafLru
+from workers.kv.eviction import LrfuPolicy
 from workers.kv.tally import TierTally
-
-EVICTED_SHARE = 0.1  # of all slots, the most that one reservation evicts
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -52,8 +51,7 @@ class HostPool:
 
     Args:
         memory: its slots from ``first_slot`` on are the tier's.
-        policy: which blocks go first; ``None``: least recently used.
-        evicted_share: of all slots; what one ``reserve`` evicts at most.
+        policy: which blocks go first, and how many at once.
 
     Attributes:
         is_below: whether a lower tier holds a block: such blocks go first. Called under the lock.
@@ -69,22 +67,20 @@ class HostPool:
         policy: EvictionPolicy | None = None,
         tally: TierTally | None = None,
         events: BlockEvents | None = None,
-        evicted_share: float = EVICTED_SHARE,
     ) -> None:
         self.memory = memory
         self.num_slots = memory.num_blocks - first_slot
         self.is_below: Callable[[bytes], bool] = _not_below
         self.on_stored: Callable[[tuple[BlockName, ...]], None] = lambda _: None
-        self._policy = policy or LeafLru()
+        self._policy = policy or LrfuPolicy()
         self._tally = tally or TierTally()
         self._events = events
-        self._most_evicted = max(1, int(evicted_share * self.num_slots))
         self._next_slot = first_slot  # from here on no slot was ever used
         self._free: list[int] = []  # used before
         self._found: dict[bytes, _Entry] = {}
         self._filling: dict[bytes, int] = {}
         self._at: dict[int, _Entry] = {}  # by slot: those that are found, and those that leave
-        self._num_pinned = 0  # slots
+        self._pinned: Counter[bytes] = Counter()  # how many slots, of blocks here and leaving
         self._lock = threading.Lock()
 
     # ---- reading -------------------------------------------------------------------------
@@ -100,8 +96,7 @@ class HostPool:
             count = self._num_leading(hashes)
             entries = [self._found[block_hash] for block_hash in hashes[:count]]
             for entry in reversed(entries):  # a beginning is of use without its end
-                self._num_pinned += not entry.num_pins
-                entry.num_pins += 1
+                self._pin(entry)
                 self._policy.used(entry.block.block_hash)
         return Pin(
             blocks=tuple(entry.block for entry in entries),
@@ -115,8 +110,7 @@ class HostPool:
             for slot in pin.slots:
                 entry = self._at[slot]
                 assert entry.num_pins > 0, f"slot {slot} is unpinned more often than pinned"
-                entry.num_pins -= 1
-                self._num_pinned -= not entry.num_pins
+                self._unpin(entry)
                 if not entry.num_pins and self._found.get(entry.block.block_hash) is not entry:
                     self._free_slot(slot)
 
@@ -174,7 +168,8 @@ class HostPool:
     def counts(self) -> HostCounts:
         """Slots by state."""
         with self._lock:
-            pinned, filling, held = self._num_pinned, len(self._filling), len(self._at)
+            pinned = sum(self._pinned.values())
+            filling, held = len(self._filling), len(self._at)
         return HostCounts(self.num_slots - filling - held, filling, held - pinned, pinned)
 
     def check_invariants(self) -> None:
@@ -184,8 +179,8 @@ class HostPool:
             used = range(first, self._next_slot)
             states = [*self._free, *self._filling.values(), *self._at]
             assert sorted(states) == list(used), "a slot is lost, or in two states"
-            pinned = sum(entry.num_pins > 0 for entry in self._at.values())
-            assert pinned == self._num_pinned, "pins are miscounted"
+            pinned = Counter(e.block.block_hash for e in self._at.values() if e.num_pins)
+            assert pinned == self._pinned, "pins are miscounted"
             assert not self._found.keys() & self._filling.keys(), "a block is here and on its way"
             for slot, entry in self._at.items():
                 assert entry.slot == slot, "an entry is at another slot"
@@ -216,31 +211,18 @@ class HostPool:
     def _make_room(self, blocks: Sequence[BlockName]) -> int:
         """Evict for ``blocks``; how many slots are free then."""
         free = len(self._free) + self.memory.num_blocks - self._next_slot
-        missing = min(len(blocks) - free, self._most_evicted)
+        missing = len(blocks) - free
         if missing <= 0:
             return free
         parents = {block.parent for block in blocks}  # without them the new ones are of no use
-
-        def may_evict(block_hash: bytes) -> bool:
-            entry = self._found.get(block_hash)
-            return entry is not None and not entry.num_pins and block_hash not in parents
-
-        num_evicted = 0
-        if self.is_below is not _not_below:
-            num_evicted = self._evict(
-                self._policy.victims(missing, lambda one: may_evict(one) and self.is_below(one))
-            )
-            self._tally.add("host", "evicted", num_evicted)
-        num_dropped = self._evict(self._policy.victims(missing - num_evicted, may_evict))
-        self._tally.add("host", "dropped", num_dropped)
-        return free + num_evicted + num_dropped
-
-    def _evict(self, hashes: Iterable[bytes]) -> int:
-        count = 0
-        for block_hash in hashes:
+        staying = self._pinned.keys() | self._filling.keys() | parents
+        victims = self._policy.victims(missing, staying, self.is_below)
+        num_below = sum(self.is_below(block_hash) for block_hash in victims)
+        for block_hash in victims:
             self._forget(block_hash)
-            count += 1
-        return count
+        self._tally.add("host", "evicted", num_below)
+        self._tally.add("host", "dropped", len(victims) - num_below)
+        return free + len(victims)
 
     def _forget(self, block_hash: bytes) -> None:
         entry = self._found.pop(block_hash)
@@ -249,6 +231,19 @@ class HostPool:
             self._free_slot(entry.slot)
         if self._events is not None:
             self._events.removed("host", block_hash)
+
+    def _pin(self, entry: _Entry) -> None:
+        if not entry.num_pins:
+            self._pinned[entry.block.block_hash] += 1
+        entry.num_pins += 1
+
+    def _unpin(self, entry: _Entry) -> None:
+        entry.num_pins -= 1
+        block_hash = entry.block.block_hash
+        if not entry.num_pins:
+            self._pinned[block_hash] -= 1
+            if not self._pinned[block_hash]:
+                del self._pinned[block_hash]
 
     def _free_slot(self, slot: int) -> None:
         del self._at[slot]

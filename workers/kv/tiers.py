@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from infra.metrics import Metrics
 from workers.engine.api import BlockStates
 from workers.engine.engine import Engine
-from workers.kv.api import BlockEvents, EvictionPolicy
-from workers.kv.host_tier import EVICTED_SHARE, HostPool
+from workers.kv.api import BlockEvents
+from workers.kv.eviction import MAX_SHARE, LrfuPolicy
+from workers.kv.host_tier import HostPool
 from workers.kv.mover import BlockMover
 from workers.kv.tally import TierTally
 
@@ -52,9 +53,8 @@ def make_tiers(
     engine: Engine,
     metrics: Metrics | None = None,
     *,
-    policy: EvictionPolicy | None = None,
     events: BlockEvents | None = None,
-    evicted_share: float = EVICTED_SHARE,
+    evicted_share: float = MAX_SHARE,
 ) -> Tiers:
     """Give ``engine`` a host tier in the slots that its memory has beyond its own, if it has any;
     before its first request."""
@@ -66,10 +66,9 @@ def make_tiers(
     host = HostPool(
         engine.pool,
         num_device,
-        policy=policy,
+        policy=LrfuPolicy(max_share=evicted_share),
         tally=tally,
         events=events,
-        evicted_share=evicted_share,
     )
     mover = BlockMover(host, engine.runner, tally, engine.pace)
     engine.use_tiers(mover, tally, events)
