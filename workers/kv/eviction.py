@@ -1,7 +1,10 @@
 """Which blocks go first when a tier is full: those used least recently and least often.
 
-A block's children go before it, since no block is of use without its parents. ``mesh bench kv``,
-section eviction, measures this policy against ``leaf_lru``.
+Two policies behind :class:`workers.kv.api.EvictionPolicy`; both are pure, and both let a block's
+children go before it, since no block is of use without its parents.
+
+    LrfuPolicy   the one we use
+    LruPolicy    what it is measured against: ``mesh bench kv``, section eviction
 
 A block's worth is one number, on a clock that ticks with every use. Each use is worth 1 when it
 happens and half as much ``HALF_LIFE`` later, and the worth of a block is the sum over its uses.
@@ -25,12 +28,14 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
 from enum import Enum, auto
 
 from workers.kv.api import BlockName
 
 HALF_LIFE = 2.0  # in uses per block of the tier; see ``loadgen/bench/kv_eviction.py``
+MAX_SHARE = 0.1  # of what can be evicted, in one cycle
 _MAX_DEAD = 64  # heap entries of blocks that are gone, beside as many as there are blocks
 
 
@@ -51,33 +56,34 @@ class _Node:
         self.place = _Place.HEAP
 
 
-class LrfuPolicy:
-    """An :class:`workers.kv.api.EvictionPolicy`, see the module. Blocks are in a heap by worth,
-    which only grows: the heap hears of a use when the block comes to its top.
+class _ByWorth(ABC):
+    """Blocks in a heap by a worth that only grows: the heap hears of a use when the block comes to
+    its top.
 
     Args:
-        half_life: how long until a use counts half, in uses per block of the tier. Towards 0 this
-            is LRU, towards infinity LFU.
+        max_share: the most that one cycle gives, as a share of the blocks that are not pinned (one
+            block at least).
     """
 
-    def __init__(self, *, half_life: float = HALF_LIFE) -> None:
-        self._half_life = half_life
-        self._now = 0.0  # in half-lives
+    def __init__(self, max_share: float) -> None:
+        self._max_share = max_share
         self._nodes: dict[bytes, _Node] = {}
         self._num_children: dict[bytes, int] = {}  # by parent, here or not; without offered ones
         self._heap: list[tuple[float, int, _Node]] = []
         self._num_dead = 0  # entries of the heap
         self._offered: list[_Node] = []
         self._num_added = 0
-        self._ghosts: dict[bytes, float] = {}  # worth of blocks that have gone, oldest first
 
     def __len__(self) -> int:
         return len(self._nodes)
 
-    @property
-    def num_ghosts(self) -> int:
-        """Blocks that have gone and whose worth is remembered."""
-        return len(self._ghosts)
+    @abstractmethod
+    def _first_worth(self, block_hash: bytes) -> float:
+        """Of a block that comes."""
+
+    @abstractmethod
+    def _next_worth(self, worth: float) -> float:
+        """Of a block with ``worth`` after one more use."""
 
     # ---- what happens in the tier ----------------------------------------------------------
 
@@ -108,45 +114,51 @@ class LrfuPolicy:
         if node.place is _Place.HEAP:
             self._num_dead += 1
         node.place = _Place.GONE
-        self._remember(node)
         if self._num_dead > len(self._nodes) + _MAX_DEAD:
             self._heap = [entry for entry in self._heap if entry[2].place is _Place.HEAP]
             heapq.heapify(self._heap)
             self._num_dead = 0
 
-    def _remember(self, node: _Node) -> None:
-        self._ghosts[node.block.block_hash] = node.worth
-        while len(self._ghosts) > len(self._nodes) + 1:
-            del self._ghosts[next(iter(self._ghosts))]
-
-    def _first_worth(self, block_hash: bytes) -> float:
-        ghost = self._ghosts.pop(block_hash, None)
-        if ghost is not None:
-            return self._next_worth(ghost)
-        self._tick()
-        return self._now
-
-    def _next_worth(self, worth: float) -> float:
-        self._tick()
-        return self._now + math.log2(1.0 + 2.0 ** (worth - self._now))
-
-    def _tick(self) -> None:
-        self._now += 1.0 / (self._half_life * max(1, len(self._nodes)))
-
     # ---- the decision ----------------------------------------------------------------------
 
-    def victims(self, count: int, may_evict: Callable[[bytes], bool]) -> list[bytes]:
+    def victims(
+        self,
+        count: int,
+        pinned: Collection[bytes] = frozenset(),
+        prefer: Callable[[bytes], bool] | None = None,
+    ) -> list[bytes]:
         """See :class:`workers.kv.api.EvictionPolicy`."""
         self._take_back_offered()
+        share = int(self._max_share * (len(self._nodes) - len(pinned)))
+        count = min(count, max(1, share))
+        while len(self._offered) < count and self._offer_some(count, pinned, prefer):
+            pass  # their parents may be leaves now
+        return [node.block.block_hash for node in self._offered]
+
+    def _offer_some(
+        self, count: int, pinned: Collection[bytes], prefer: Callable[[bytes], bool] | None
+    ) -> bool:
+        """Offer leaves until there are ``count``, of the next so many the preferred ones first;
+        whether any was found."""
+        num_before = len(self._offered)
+        passed: list[_Node] = []  # can go, but are not preferred
         kept: list[_Node] = []
-        while len(self._offered) < count and (node := self._pop_leaf()) is not None:
-            if may_evict(node.block.block_hash):
+        while len(self._offered) < count and len(passed) < count:
+            node = self._pop_leaf()
+            if node is None:
+                break
+            if node.block.block_hash in pinned:
+                kept.append(node)
+            elif prefer is None or prefer(node.block.block_hash):
                 self._offer(node)
             else:
-                kept.append(node)
-        for node in kept:
+                passed.append(node)
+        num_more = count - len(self._offered)
+        for node in passed[:num_more]:
+            self._offer(node)
+        for node in (*kept, *passed[num_more:]):
             self._push(node)
-        return [node.block.block_hash for node in self._offered]
+        return len(self._offered) > num_before
 
     def _offer(self, node: _Node) -> None:
         node.place = _Place.OFFERED
@@ -213,4 +225,67 @@ class LrfuPolicy:
         ), "a victim was forgotten"
         assert children == self._num_children, "children are miscounted"
         assert all(w <= node.worth for w, _, node in self._heap), "a block lost worth"
+
+
+class LrfuPolicy(_ByWorth):
+    """By recency and frequency together; see the module.
+
+    Args:
+        max_share: of the blocks that are not pinned, the most that one cycle gives.
+        half_life: how long until a use counts half, in uses per block of the tier. Towards 0 this
+            is LRU, towards infinity LFU.
+    """
+
+    def __init__(self, *, max_share: float = MAX_SHARE, half_life: float = HALF_LIFE) -> None:
+        super().__init__(max_share)
+        self._half_life = half_life
+        self._now = 0.0  # in half-lives
+        self._ghosts: dict[bytes, float] = {}  # worth of blocks that have gone, oldest first
+
+    @property
+    def num_ghosts(self) -> int:
+        """Blocks that have gone and whose worth is remembered."""
+        return len(self._ghosts)
+
+    def removed(self, block_hash: bytes) -> None:
+        """See :class:`workers.kv.api.EvictionPolicy`."""
+        node = self._nodes.get(block_hash)
+        super().removed(block_hash)
+        if node is not None:
+            self._ghosts[block_hash] = node.worth
+        while len(self._ghosts) > len(self._nodes) + 1:
+            del self._ghosts[next(iter(self._ghosts))]
+
+    def _first_worth(self, block_hash: bytes) -> float:
+        ghost = self._ghosts.pop(block_hash, None)
+        if ghost is not None:
+            return self._next_worth(ghost)
+        self._tick()
+        return self._now
+
+    def _next_worth(self, worth: float) -> float:
+        self._tick()
+        return self._now + math.log2(1.0 + 2.0 ** (worth - self._now))
+
+    def _tick(self) -> None:
+        self._now += 1.0 / (self._half_life * max(1, len(self._nodes)))
+
+    def check_invariants(self) -> None:
+        """As for every policy; and ghosts are of blocks that have gone."""
+        super().check_invariants()
         assert not self._ghosts.keys() & self._nodes.keys(), "a ghost lives"
+
+
+class LruPolicy(_ByWorth):
+    """Least recently used first."""
+
+    def __init__(self, *, max_share: float = MAX_SHARE) -> None:
+        super().__init__(max_share)
+        self._now = 0.0
+
+    def _first_worth(self, block_hash: bytes) -> float:
+        return self._next_worth(0.0)
+
+    def _next_worth(self, worth: float) -> float:
+        self._now += 1.0
+        return self._now
