@@ -77,41 +77,6 @@ class EvictionPolicy(Protocol):
         """Raise AssertionError when the books contradict themselves."""
 
 
-class EvictionPolicy(Protocol):
-    """Which blocks of a tier go first. Pure and not thread-safe: the tier calls it with its books.
-
-    A block's children go before it, and pinned ones never; ``workers.kv.eviction`` has policies.
-    """
-
-    def added(self, block: BlockName) -> None:
-        """The tier has it from now on; counts as a use. Parents may come later, or never."""
-
-    def used(self, block_hash: bytes) -> None:
-        """It was of use. Of a block that the tier hasn't, nothing."""
-
-    def removed(self, block_hash: bytes) -> None:
-        """The tier hasn't got it any more, evicted or not. Of one it hadn't, nothing."""
-
-    def victims(
-        self,
-        count: int,
-        pinned: Collection[bytes] = frozenset(),
-        prefer: Callable[[bytes], bool] | None = None,
-    ) -> list[bytes]:
-        """Up to ``count`` blocks of least worth, children before parents, no more than the
-        configured share of what is not pinned (one at least). None of them is removed by this:
-        the tier evicts what it likes of them, and says so with ``removed``.
-
-        Args:
-            pinned: blocks of the tier that stay; looked up often, so a set or the like.
-            prefer: which blocks to take before others of about the same worth, such as those that
-                a lower tier has.
-        """
-
-    def check_invariants(self) -> None:
-        """Raise AssertionError when the books contradict themselves."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
     """Blocks of the host tier that stay where they are until they are unpinned.
