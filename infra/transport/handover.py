@@ -24,14 +24,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from infra.log import Logger
 from infra.transport.shm import SharedPool
-from schemas.codec import unpack_ids
-from schemas.errors import KvLost, SchemaError
+from infra.transport.wanted import Wanted
+from schemas.errors import KvLost
 from schemas.kv import KvHandle
 
 SCHEME = "shm://"
@@ -170,6 +168,10 @@ class PoolReader:
         self._mapped: OrderedDict[str, _Mapped] = OrderedDict()  # last used last
         self._lock = threading.Lock()
 
+    def reaches(self, address: str) -> bool:
+        """Whether it is shared memory of this host."""
+        return address.startswith(f"{SCHEME}{self._here}/")
+
     def read(self, handle: KvHandle, into: SharedPool, slots: Sequence[int]) -> None:
         """Copy the blocks of ``handle`` into ``slots`` of our own pool, and check them.
 
@@ -229,9 +231,8 @@ class PoolReader:
             raise
 
     def _address_of(self, handle: KvHandle) -> str:
-        prefix = f"{SCHEME}{self._here}/"
         for address in handle.addresses:
-            if address.startswith(prefix):
+            if self.reaches(address):
                 return address
         raise KvLost(f"no address of {handle.owner} can be reached from this host")
 
@@ -251,23 +252,14 @@ class PoolReader:
 
 
 def _copy(handle: KvHandle, source: SharedPool, into: SharedPool, slots: Sequence[int]) -> None:
-    """Copy, then check."""
-    lease = handle.lease_id
-    try:
-        blocks, generations = unpack_ids(handle.blocks), unpack_ids(handle.generations)
-    except SchemaError as error:
-        raise KvLost(f"handle {lease}: {error.message}") from error
-    if not 0 < len(blocks) == len(slots) == len(generations):
-        raise KvLost(f"handle {lease} names {len(blocks)} blocks for {len(slots)} slots")
-    if source.block_bytes != into.block_bytes or max(blocks) >= source.num_blocks:
-        raise KvLost(f"handle {lease} does not fit the pools")
-    for block, slot in zip(blocks, slots, strict=True):
+    """Copy, then check. Each block is checked while what was copied is in the cache."""
+    wanted = Wanted.of(handle, into, slots)
+    if source.block_bytes != into.block_bytes or max(wanted.blocks) >= source.num_blocks:
+        raise KvLost(f"handle {handle.lease_id} does not fit the pools")
+    for index, (block, slot) in enumerate(zip(wanted.blocks, slots, strict=True)):
         into.slots[slot] = source.slots[block]
-    seen: npt.NDArray[np.uint32] = source.generations[blocks]
-    if seen.tolist() != generations:
-        raise KvLost(f"blocks of lease {lease} were recycled")
-    if checksums(into, slots) != handle.checksums:
-        raise KvLost(f"blocks of lease {lease} have another checksum")
+        wanted.check_bytes(index, into)
+    wanted.check_generations(0, source.generations[wanted.blocks].tolist())
 
 
 def _open(name: str, owner: str, ask: _Ask) -> _Mapped:
