@@ -30,10 +30,12 @@ from infra.parse import (
     number,
     path,
     process_name,
+    size_bytes,
     text,
     whole,
 )
 from infra.settings import SHARED_TABLE, Sources, load, setting
+from infra.transport.plan import CHOICES, TransportPlan, plan_transports
 from schemas.errors import ConfigError
 
 DEFAULT_MODEL = ModelSource("smollm2-135m", "smollm2-135m")
@@ -133,6 +135,10 @@ class ControlConfig:
         MAX_QUEUED, whole(1, 1_000_000), "requests of one model that may wait for a prefill; more "
         "are refused with 429. Equal in all control processes",
     )  # fmt: skip
+    kv_index_blocks: int = setting(
+        1_000_000, whole(1, 100_000_000), "KV blocks, on whatever workers, that it remembers the "
+        "place of; 150 bytes each",
+    )  # fmt: skip
     replicas: int = setting(
         1, whole(1, 5), "servers of the broker's cluster that keep each message: 1 or 3. Equal in "
         "all control processes",
@@ -185,6 +191,24 @@ class WorkerConfig:
     kv_evicted_share: float = setting(
         0.1, number(0.001, 1), "of that memory, the most that makes room for others at once"
     )
+    kv_disk: Path | None = setting(
+        None, path, "directory that keeps KV blocks over restarts, in a folder per worker name; "
+        "default: none are kept",
+    )  # fmt: skip
+    kv_disk_quota: int = setting(
+        10 * 10**9, size_bytes(2**20), "what one worker may take there, such as 10GB"
+    )
+    kv_transports: str = setting(
+        "auto",
+        choice(*CHOICES),
+        "how KV blocks go to other workers: shm, ucx, or both; auto: shm, and ucx as well if "
+        "kv_ucx_host is given",
+    )
+    kv_ucx_host: str | None = setting(
+        None, text, "address of this machine at which other hosts' workers read KV over UCX; for "
+        "kv_transports ucx: 127.0.0.1 unless given",
+    )  # fmt: skip
+    kv_ucx_port: int = setting(0, _PORT, "TCP port at that address; 0: any free one")
     block_size: int = setting(16, whole(1, 256), "tokens per KV block; equal on all workers")
     max_num_sequences: int = setting(64, whole(1, 4096), "sequences in one running batch")
     max_batch_tokens: int = setting(512, whole(16, 65536), "tokens computed in one step")
@@ -207,6 +231,27 @@ class WorkerConfig:
                 f"worker.max_num_sequences {self.max_num_sequences}: a decode step would not fit",
                 param="worker.max_batch_tokens",
             )
+        if self.kv_disk is not None:
+            self._check_disk(self.kv_disk)
+
+    def _check_disk(self, directory: Path) -> None:
+        """What is wrong for good; a disk that fails, now or later, is done without."""
+        if not self.kv_host_memory:
+            raise ConfigError(
+                "worker.kv_disk needs worker.kv_host_memory: blocks go by way of it",
+                param="worker.kv_host_memory",
+            )
+        if directory.exists() and not directory.is_dir():
+            raise ConfigError(f"worker.kv_disk {directory} is no directory", param="worker.kv_disk")
+
+    @property
+    def transports(self) -> TransportPlan:
+        """How its KV blocks travel.
+
+        Raises:
+            ConfigError: UCX is asked for, and not installed.
+        """
+        return plan_transports(self.kv_transports, self.kv_ucx_host or "", self.kv_ucx_port)
 
     @property
     def roles(self) -> tuple[str, ...]:

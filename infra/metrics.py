@@ -122,9 +122,12 @@ class Metrics:
         )  # fmt: skip
         self.kv_tier_blocks = Counter(
             "mesh_kv_tier_blocks_total", "Blocks by tier and by what happened to them: hit, miss, "
-            "stored, promoted, evicted, dropped, corrupt",
+            "stored, promoted, evicted, dropped, corrupt, failed",
             ["tier", "outcome"], registry=registry,
         )  # fmt: skip
+        self.kv_disk_bytes = Gauge(
+            "mesh_kv_disk_bytes", "What this worker's KV blocks take on disk", registry=registry
+        )
         self.leases = Gauge(
             "mesh_leases", "Handles given out and neither released nor expired", registry=registry
         )
@@ -134,11 +137,36 @@ class Metrics:
         )  # fmt: skip
         self.kv_transfer_seconds = Histogram(
             "mesh_kv_transfer_seconds", "Reading one handle's blocks, checksums included",
-            registry=registry, buckets=_SECONDS,
+            ["transport"], registry=registry, buckets=_SECONDS,
         )  # fmt: skip
         self.kv_transfer_bytes = Counter(
             "mesh_kv_transfer_bytes_total", "Bytes of KV read from other workers",
+            ["transport"], registry=registry,
+        )  # fmt: skip
+
+        # The index of what workers hold, in each control process
+        self.kv_index_blocks = Gauge(
+            "mesh_kv_index_blocks", "Blocks that are known to lie somewhere", registry=registry
+        )
+        self.kv_index_changes = Counter(
+            "mesh_kv_index_changes_total", "Blocks that workers said they stored or removed",
             registry=registry,
+        )  # fmt: skip
+        self.kv_index_gaps = Counter(
+            "mesh_kv_index_gaps_total", "Times that what a worker said was missed",
+            registry=registry,
+        )  # fmt: skip
+        self.kv_index_snapshots = Counter(
+            "mesh_kv_index_snapshots_total", "Snapshots taken of a worker after that",
+            registry=registry,
+        )  # fmt: skip
+        self.kv_index_evicted = Counter(
+            "mesh_kv_index_evicted_total", "Blocks forgotten because the index was full",
+            registry=registry,
+        )  # fmt: skip
+        self.kv_index_lookups = Counter(
+            "mesh_kv_index_lookups_total", "Prompts looked up: hit, somebody holds the first "
+            "block; miss", ["outcome"], registry=registry,
         )  # fmt: skip
 
         # Bus

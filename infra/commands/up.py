@@ -14,7 +14,17 @@ from schemas.errors import MeshError
 
 ALSO = {
     BridgeConfig: ("host", "port", "tls_cert", "tls_key", "cors_origins", "api_keys", "auth"),
-    WorkerConfig: ("engine", "device", "dtype", "kernels", "kv_memory", "threads", "speed"),
+    WorkerConfig: (
+        "engine",
+        "device",
+        "dtype",
+        "kernels",
+        "kv_memory",
+        "kv_disk",
+        "kv_disk_quota",
+        "threads",
+        "speed",
+    ),
 }
 
 

@@ -57,6 +57,7 @@ class HostPool:
         is_below: whether a lower tier holds a block: such blocks go first. Called under the lock.
         on_stored: told of blocks that were committed, after the lock is given back, by the thread
             that committed them.
+        on_removed: told of each block that can't be found here any more. Called under the lock.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class HostPool:
         self.num_slots = memory.num_blocks - first_slot
         self.is_below: Callable[[bytes], bool] = _not_below
         self.on_stored: Callable[[tuple[BlockName, ...]], None] = lambda _: None
+        self.on_removed: Callable[[bytes], None] = lambda _: None
         self._policy = policy or LrfuPolicy()
         self._tally = tally or TierTally()
         self._events = events
@@ -231,6 +233,7 @@ class HostPool:
             self._free_slot(entry.slot)
         if self._events is not None:
             self._events.removed("host", block_hash)
+        self.on_removed(block_hash)
 
     def _pin(self, entry: _Entry) -> None:
         if not entry.num_pins:

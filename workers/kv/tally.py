@@ -17,6 +17,7 @@ Outcome = Literal[
     "evicted",  # made room; a lower tier has it
     "dropped",  # made room, or found none; no lower tier has it
     "corrupt",  # its bytes were wrong
+    "failed",  # the disk did not read or write it
 ]
 
 
