@@ -105,6 +105,11 @@ class Metrics:
             "mesh_tokens_cached_total", "Prompt tokens whose KV was found and not computed",
             registry=registry,
         )  # fmt: skip
+        self.prompt_tokens_by_source = Counter(
+            "mesh_prompt_tokens_by_source_total", "Prompt tokens by where their KV came from: "
+            "computed, found on device, host or disk, or with another worker (remote), or handed "
+            "over by the prefill worker", ["source"], registry=registry,
+        )  # fmt: skip
         self.tokens_resent = Counter(
             "mesh_token_messages_resent_total", "Token messages published again because the "
             "stream had not confirmed them", registry=registry,
@@ -116,6 +121,15 @@ class Metrics:
             "mesh_sequences", "Sequences in this engine: running or waiting",
             ["state"], registry=registry,
         )  # fmt: skip
+        self._make_kv(registry)
+
+        # Bus
+        self.bus_reconnects = Counter(
+            "mesh_bus_reconnects_total", "Times the connection to the broker came back",
+            registry=registry,
+        )  # fmt: skip
+
+    def _make_kv(self, registry: CollectorRegistry) -> None:
         self.kv_blocks = Gauge(
             "mesh_kv_blocks", "Blocks of each tier by state; a tier's states sum to its size",
             ["tier", "state"], registry=registry,
@@ -144,6 +158,31 @@ class Metrics:
             ["transport"], registry=registry,
         )  # fmt: skip
 
+        self.kv_fetches = Counter(
+            "mesh_kv_fetches_total", "Prefixes fetched from disk or another worker, by how that "
+            "ended; what did not end in fetched was computed", ["source", "outcome"],
+            registry=registry,
+        )  # fmt: skip
+        self.kv_fetched_blocks = Counter(
+            "mesh_kv_fetched_blocks_total", "Blocks that they brought to the host tier",
+            ["source"], registry=registry,
+        )  # fmt: skip
+        self.kv_fetched_bytes = Counter(
+            "mesh_kv_fetched_bytes_total", "Their bytes", ["source"], registry=registry
+        )
+        self.kv_fetch_seconds = Histogram(
+            "mesh_kv_fetch_seconds", "How long a fetch was predicted to take, and was seen to",
+            ["what"], registry=registry, buckets=_SECONDS,
+        )  # fmt: skip
+        self.kv_lends = Counter(
+            "mesh_kv_lends_total", "Questions of other workers for blocks: lent, or why not",
+            ["outcome"], registry=registry,
+        )  # fmt: skip
+        self.kv_lent_blocks = Gauge(
+            "mesh_kv_lent_blocks", "Blocks of the host tier pinned for other workers",
+            registry=registry,
+        )  # fmt: skip
+
         # The index of what workers hold, in each control process
         self.kv_index_blocks = Gauge(
             "mesh_kv_index_blocks", "Blocks that are known to lie somewhere", registry=registry
@@ -167,12 +206,6 @@ class Metrics:
         self.kv_index_lookups = Counter(
             "mesh_kv_index_lookups_total", "Prompts looked up: hit, somebody holds the first "
             "block; miss", ["outcome"], registry=registry,
-        )  # fmt: skip
-
-        # Bus
-        self.bus_reconnects = Counter(
-            "mesh_bus_reconnects_total", "Times the connection to the broker came back",
-            registry=registry,
         )  # fmt: skip
 
     def exposition(self) -> bytes:
