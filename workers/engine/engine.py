@@ -193,7 +193,7 @@ class Engine:
         chunks = self.scheduler.schedule()
         self._is_stalled = not chunks
         chunks = self._find_allowed(self._copy_blocks(chunks, report), report)
-        with self.pace.step(sum(chunk.count for chunk in chunks)):
+        with self.pace.step(_prefilled(chunks)):
             outcomes = self._execute(chunks)
         for chunk, outcome in zip(chunks, outcomes, strict=True):
             active = self._requests.get(chunk.sequence.group.key)
@@ -362,6 +362,15 @@ class Engine:
         """Raise AssertionError when a block is not accounted for, or a sequence is in no line or
         in two."""
         check_books(self.blocks, self.scheduler, self._requests, self._reservations)
+
+
+def _prefilled(chunks: Seq[Chunk]) -> list[tuple[int, int]]:
+    """The positions ``[start, end)`` of each chunk of a step that is mostly prefill; of another
+    step, none."""
+    if sum(chunk.count for chunk in chunks) < 8 * len(chunks):
+        return []
+    starts = [chunk.sequence.num_computed_tokens for chunk in chunks]
+    return [(s, s + chunk.count) for s, chunk in zip(starts, chunks, strict=True)]
 
 
 def _has_format(chunk: Chunk) -> bool:
