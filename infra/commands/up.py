@@ -20,6 +20,7 @@ ALSO = {
         "dtype",
         "kernels",
         "kv_memory",
+        "kv_host_memory",
         "kv_disk",
         "kv_disk_quota",
         "threads",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import structlog
 
@@ -52,12 +52,12 @@ class Tiers:
 
     def show(self, metrics: Metrics, device: BlockStates) -> None:
         """Set the gauges of every tier in memory, each from one count of all its blocks."""
-        states = {("device", name): getattr(device, name) for name in BlockStates.__slots__}
+        by_tier = {"device": asdict(device)}
         if self.host is not None:
-            counts = self.host.counts()
-            states |= {("host", name): getattr(counts, name) for name in counts.__slots__}
-        for (tier, state), count in states.items():
-            metrics.kv_blocks.labels(tier, state).set(count)
+            by_tier["host"] = asdict(self.host.counts())
+        for tier, counts in by_tier.items():
+            for state, count in counts.items():
+                metrics.kv_blocks.labels(tier, state).set(count)
         if self.disk is not None:
             self.disk.tier.show(metrics)
 
