@@ -6,6 +6,7 @@ sends there what it has computed, and gets back what is asked for again; see ``w
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 import structlog
@@ -355,7 +356,7 @@ class Engine:
     def block_states(self) -> BlockStates:
         """What its blocks are there for."""
         arrivals = self.scheduler.reuse.arrivals
-        arriving = () if arrivals is None else arrivals.blocks()
+        arriving: Iterable[int] = () if arrivals is None else arrivals.blocks()
         return block_states(self.blocks, self._requests.values(), arriving)
 
     def check_invariants(self) -> None:
