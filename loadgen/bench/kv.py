@@ -23,7 +23,10 @@ from loadgen.bench.result import BenchResult, Figure
 from loadgen.machine import MachineNote, OthersMeter
 from schemas.errors import ConfigError, MeshError
 
-SECTIONS: dict[str, str] = {}
+SECTIONS: dict[str, str] = {
+    "disk": "loadgen.bench.kv_disk",
+    "eviction": "loadgen.bench.kv_eviction",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -176,6 +176,10 @@ class DiskMover:
 
     # ---- disk -> host ----------------------------------------------------------------------
 
+    def num_leading(self, hashes: Sequence[bytes]) -> int:
+        """How many of the first ``hashes`` the disk has, while it can be read. Waits for nothing."""
+        return self.tier.num_leading(hashes)
+
     def read_s(self, num_blocks: int) -> float:
         """Seconds that reading so many blocks will take, as things are: measured lately, or assumed
         when nothing was read for a minute. Without what waits in line."""
