@@ -7,17 +7,19 @@ these never share a hash. 128 bits of BLAKE2b.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
 
 from schemas.codec import pack_ids
+from schemas.kv_events import HASH_BYTES as HASH_BYTES
+from schemas.requests import RequestRecord
 
-HASH_BYTES = 16
+_ID_BYTES = 4
 
 
 def salt_of(*parts: str) -> bytes:
     """One salt from revision, layout fingerprint, tenant, client salt, ... (order matters)."""
-    digest = hashlib.blake2b(digest_size=HASH_BYTES)
+    digest = blake2b(digest_size=HASH_BYTES)
     for part in parts:
         data = part.encode()
         digest.update(len(data).to_bytes(8, "little"))
@@ -25,16 +27,28 @@ def salt_of(*parts: str) -> bytes:
     return digest.digest()
 
 
+def request_salt(record: RequestRecord, fingerprint: str) -> bytes:
+    """The salt of a request's blocks in an engine whose KV layout is ``fingerprint``. Whoever
+    computes blocks and whoever looks for them ask here, so that they mean the same."""
+    return salt_of(record.revision, fingerprint, record.tenant, record.cache_salt)
+
+
 def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """The hash of one full block after ``parent`` (the salt for the first block)."""
-    return hashlib.blake2b(pack_ids(tuple(token_ids)), key=parent, digest_size=HASH_BYTES).digest()
+    return blake2b(pack_ids(tuple(token_ids)), key=parent, digest_size=HASH_BYTES).digest()
 
 
 def prefix_hashes(token_ids: Sequence[int], block_size: int, salt: bytes) -> list[bytes]:
     """One hash per full block of ``token_ids``, chained from ``salt``."""
-    hashes: list[bytes] = []
+    return list(iter_prefix_hashes(pack_ids(tuple(token_ids)), block_size, salt))
+
+
+def iter_prefix_hashes(packed_ids: bytes, block_size: int, salt: bytes) -> Iterator[bytes]:
+    """The same, each computed when it is asked for, of ids as records carry them
+    (see :func:`schemas.codec.pack_ids`)."""
+    size = block_size * _ID_BYTES
     parent = salt
-    for start in range(0, len(token_ids) - len(token_ids) % block_size, block_size):
-        parent = block_hash(parent, token_ids[start : start + block_size])
-        hashes.append(parent)
-    return hashes
+    for start in range(0, len(packed_ids) - size + 1, size):
+        block = packed_ids[start : start + size]
+        parent = blake2b(block, key=parent, digest_size=HASH_BYTES).digest()
+        yield parent

@@ -40,6 +40,8 @@ class Beat(Message, frozen=True, kw_only=True, tag="beat/1"):
     load: Load = Load()
     reason: str = ""  # why not ready
     max_sequence_tokens: int = 0  # workers: what prompt and answer together may be; 0: not said
+    block_size: int = 0  # workers: tokens per KV block; 0: not said
+    kv_seq: int = 0  # workers: number of the last KvEvents; 0: none was said
 
 
 class CancelWord(Message, frozen=True, kw_only=True, tag="cancel-word/1"):

@@ -11,6 +11,8 @@
     mesh.v1.cancel.<worker>                          CancelWord
     mesh.v1.lease.<worker>                           LeaseRelease, LeaseRenew
     mesh.v1.kv-lend.<worker>                         KvLend; the answer is KvLent
+    mesh.v1.kv-events.<model@rev>.<worker>           KvEvents
+    mesh.v1.kv-snapshot.<worker>                     KvSnapshotAsk (a question)
     mesh.v1.beat.<process>                           Beat
     mesh.v1.adopt.<process>                          Adopt
     mesh.v1.control.<process>                        Drain
@@ -220,6 +222,16 @@ def kv_lend(worker: str) -> str:
     return f"{ROOT}.kv-lend.{_worker(worker)}"
 
 
+def kv_events(served_model: str, worker: str) -> str:
+    """What changes in the tiers of one worker."""
+    return f"{ROOT}.kv-events.{_served(served_model)}.{_worker(worker)}"
+
+
+def kv_snapshot(worker: str) -> str:
+    """Questions to one worker: what its tiers hold. Answers go to their reply subjects."""
+    return f"{ROOT}.kv-snapshot.{_worker(worker)}"
+
+
 def beat(process: str) -> str:
     """Heartbeats of one process."""
     return f"{ROOT}.beat.{_worker(process)}"
@@ -243,6 +255,7 @@ def tokenize(model: str) -> str:
 DEAD = f"{ROOT}.dead"
 ALL_CHAINS = f"{ROOT}.token-stream.*.*.claim.*"
 ALL_BEATS = f"{ROOT}.beat.*"
+ALL_KV_EVENTS = f"{ROOT}.kv-events.*.*"
 ALL_TOKENIZE = f"{ROOT}.tokenize.*"
 ALL_ADOPTIONS = f"{ROOT}.adopt.*"
 ALL_ORDERS = f"{ROOT}.control.*"

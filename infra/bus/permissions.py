@@ -80,7 +80,7 @@ WORKER = Permissions(
     ),
     subscribe=(
         *(f"{ROOT}.{name}.>" for name in ("lease", "kv-lend", "cancel", "beat", "control")),
-        f"{ROOT}.kv-events.>",
+        *(f"{ROOT}.{name}.>" for name in ("kv-events", "kv-snapshot")),
         f"{ROOT}.live.>",
         "_INBOX_worker.>",
     ),

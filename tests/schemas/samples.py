@@ -15,6 +15,14 @@ from schemas.kv import (
     LeaseRelease,
     LeaseRenew,
 )
+from schemas.kv_events import (
+    KvEvents,
+    KvSnapshotAsk,
+    KvSnapshotPart,
+    RemovedBlocks,
+    StoredRun,
+    pack_hashes,
+)
 from schemas.models import ModelCard
 from schemas.prefill import PrefillTask
 from schemas.requests import (
@@ -103,6 +111,8 @@ READY = KvReady(
     num_cached_tokens=3,
     record=RECORD,
 )
+HASHES = (bytes(range(16)), bytes(range(16, 32)))
+STORED = StoredRun(tier="host", parent=bytes(range(32, 48)), hashes=pack_hashes(HASHES))
 
 SAMPLES: tuple[Message, ...] = (
     InferenceRequest(
@@ -223,7 +233,18 @@ SAMPLES: tuple[Message, ...] = (
         ),
         reason="draining",
         max_sequence_tokens=8192,
+        block_size=16,
+        kv_seq=1234,
     ),
+    KvEvents(
+        worker="decode-0-99aabbccdd",
+        seq=1234,
+        stored=(STORED,),
+        removed=(RemovedBlocks(tier="device", hashes=HASHES[0]),),
+        is_gap=True,
+    ),
+    KvSnapshotAsk(worker="decode-0-99aabbccdd", part=1, at_least_seq=1234),
+    KvSnapshotPart(worker="decode-0-99aabbccdd", seq=1235, part=1, num_parts=2, stored=(STORED,)),
     CancelWord(request_id=REQUEST_ID),
     Adopt(process="bridge-b-0a1b2c3d", request_ids=(REQUEST_ID, "another-id")),
     Drain(process="worker-decode-0-0a1b2c3d", stay_down=True),

@@ -131,12 +131,13 @@ def test_workers_that_can_not_stand_in_a_subject(bad: str) -> None:
     """Whoever writes a worker id writes to no other subject with it."""
     for make in (
         subjects.cancel, subjects.lease, subjects.kv_lend, subjects.beat, subjects.adopt,
-        subjects.control,
+        subjects.control, subjects.kv_snapshot,
     ):  # fmt: skip
         with pytest.raises(SchemaError):
             make(bad)
-    with pytest.raises(SchemaError):
-        subjects.prefill("m@r", bad)
+    for make_of_model in (subjects.prefill, subjects.kv_events):
+        with pytest.raises(SchemaError):
+            make_of_model("m@r", bad)
 
 
 @pytest.mark.parametrize("bad", ["", "m", "@", "m@", "m.n@r", "*@r", "m@r@s", "m@r.x"])

@@ -1,0 +1,249 @@
+"""Which workers hold the beginning of a prompt, and in which tier.
+
+A prefix hash covers its block and everything before it, so a hash *is* a path from the root of the
+radix tree: the tree needs no edges, a table from hash to holders has every node of it. To walk down
+a prompt is to look its hashes up one after the other.
+
+    hash -> _Holders, shared by all blocks that the same workers hold in the same tiers
+
+         bit 3w      worker w has it in device memory
+         bit 3w + 1                 in host memory
+         bit 3w + 2                 on its disk
+
+A worker that leaves is struck out of the holder sets, not of the blocks: its place ``w`` is free at
+once. Blocks that nobody holds any more are swept out later, a few thousand at a time. Parents are
+not needed, so a block whose parent was never heard of is as good as any.
+
+Pure, and bounded: over ``max_blocks`` those go that were stored or touched longest ago. Of a run
+that came as one, the last block counts as the oldest: an earlier one is of use without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import islice
+
+from pipeline.prefix_walk import BITS, TIERS, Match, Walk
+from schemas.kv_events import KvTier
+
+_OFFSET = {tier: number for number, tier in enumerate(TIERS)}
+_PRESSURE = 0.75  # of max_blocks: below it nothing goes, so nobody has to know what is in use
+_EVICT_SHARE = 256  # at the limit this part goes at once: looking for the oldest costs a scan
+
+
+class _Holders:
+    """A set of (worker, tier), and how many blocks have it."""
+
+    __slots__ = ("bits", "num_blocks")
+
+    def __init__(self, bits: int) -> None:
+        self.bits = bits
+        self.num_blocks = 0
+
+
+class RadixIndex:
+    """The blocks of all workers. Workers are known from the first block that they store.
+
+    Args:
+        max_blocks: distinct blocks that are kept.
+
+    Raises:
+        ValueError: ``max_blocks`` is not positive.
+
+    Cost: 110 to 150 bytes per block, and under 200 per different set of holders. A lookup takes one
+    table access per block that anybody holds, whatever the number of workers.
+    """
+
+    def __init__(self, max_blocks: int) -> None:
+        if max_blocks < 1:
+            raise ValueError(f"max_blocks must be positive, not {max_blocks}")
+        self.max_blocks = max_blocks
+        self.num_evicted = 0  # blocks that went for want of room
+        self._blocks: dict[bytes, _Holders] = {}  # longest untouched first
+        self._sets: dict[int, _Holders] = {}  # by their bits
+        self._merged: list[_Holders] = []  # equal to another one since a worker left, or empty
+        self._places: dict[str, int] = {}
+        self._workers: list[str | None] = []  # by place
+        self._to_sweep: list[bytes] = []
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that somebody holds."""
+        return len(self._blocks) - sum(h.num_blocks for h in self._merged if not h.bits)
+
+    @property
+    def workers(self) -> list[str]:
+        """Who has stored something and was not dropped, sorted."""
+        return sorted(self._places)
+
+    # Asking ----------------------------------------------------------------------------------
+
+    def lookup(self, hashes: Iterable[bytes]) -> list[Match]:
+        """Who holds the first of ``hashes``, and how far; by worker id. Takes no more of them than
+        somebody holds, and one. Counts as no use."""
+        walk = Walk()
+        number = -1
+        get = self._blocks.get
+        before: _Holders | None = None
+        for number, holders in enumerate(map(get, hashes)):
+            if holders is before and holders is not None:
+                continue
+            if holders is None or not walk.go_on(holders.bits, number):
+                walk.end(number)
+                break
+            before = holders
+        else:
+            walk.end(number + 1)
+        return sorted(walk.matches(self._name), key=lambda match: match.worker)
+
+    def held_by(self, worker: str) -> dict[bytes, tuple[KvTier, ...]]:
+        """All blocks of a worker, with their tiers. Walks through the whole index."""
+        place = self._places.get(worker)
+        if place is None:
+            return {}
+        found: dict[bytes, tuple[KvTier, ...]] = {}
+        for block_hash, holders in self._blocks.items():
+            own = holders.bits >> (BITS * place)
+            tiers = tuple(tier for tier in TIERS if own >> _OFFSET[tier] & 1)
+            if tiers:
+                found[block_hash] = tiers
+        return found
+
+    def _name(self, place: int) -> str:
+        worker = self._workers[place]
+        assert worker is not None, "bits of a worker that left"
+        return worker
+
+    # Telling ---------------------------------------------------------------------------------
+
+    def stored(self, worker: str, tier: KvTier, hashes: Sequence[bytes]) -> None:
+        """``worker`` has these in ``tier``; in the order of a prompt, if they belong to one."""
+        bit = 1 << (BITS * self._place(worker) + _OFFSET[tier])
+        before: _Holders | None = None
+        after: _Holders | None = None
+        for block_hash in reversed(hashes):
+            holders = self._blocks.get(block_hash)
+            if holders is None and len(self._blocks) >= self.max_blocks:
+                self._evict()
+                before = after = None  # the set may have gone with its last block
+            if after is None or holders is not before or not after.num_blocks:
+                before, after = holders, self._set((holders.bits if holders else 0) | bit)
+            if holders is not after:
+                self._move(block_hash, holders, after)
+
+    def removed(self, worker: str, tier: KvTier, hashes: Iterable[bytes]) -> None:
+        """``worker`` has these no more in ``tier``. What is not known is passed over."""
+        place = self._places.get(worker)
+        if place is None:
+            return
+        bit = 1 << (BITS * place + _OFFSET[tier])
+        for block_hash in hashes:
+            holders = self._blocks.get(block_hash)
+            if holders is None or not holders.bits & bit:
+                continue
+            left = holders.bits & ~bit
+            if left:
+                self._move(block_hash, holders, self._set(left))
+            else:
+                self._forget(block_hash)
+
+    def drop(self, worker: str) -> None:
+        """``worker`` has nothing any more. Costs a look at each set of holders, not at blocks."""
+        place = self._places.pop(worker, None)
+        if place is None:
+            return
+        self._workers[place] = None
+        mask = ((1 << BITS) - 1) << (BITS * place)
+        self._merged = [holders for holders in self._merged if holders.num_blocks]
+        for holders in self._merged:
+            holders.bits &= ~mask
+        changed = [holders for holders in self._sets.values() if holders.bits & mask]
+        for holders in changed:
+            del self._sets[holders.bits]
+            holders.bits &= ~mask
+        for holders in changed:
+            if holders.bits and holders.bits not in self._sets:
+                self._sets[holders.bits] = holders
+            else:
+                self._merged.append(holders)
+
+    def touch(self, hashes: Sequence[bytes]) -> None:
+        """These are of use: they go last. Does nothing while there is plenty of room."""
+        if len(self._blocks) < _PRESSURE * self.max_blocks:
+            return
+        for block_hash in reversed(hashes):
+            holders = self._blocks.pop(block_hash, None)
+            if holders is not None:
+                self._blocks[block_hash] = holders
+
+    def sweep(self, max_steps: int) -> None:
+        """Look at no more than ``max_steps`` blocks for those that nobody holds since their worker
+        left."""
+        if not self._to_sweep:
+            self._merged = [holders for holders in self._merged if holders.num_blocks]
+            if not any(not holders.bits for holders in self._merged):
+                return
+            self._to_sweep = list(self._blocks)
+        for block_hash in self._to_sweep[-max_steps:]:
+            holders = self._blocks.get(block_hash)
+            if holders is not None and not holders.bits:
+                self._forget(block_hash)
+        del self._to_sweep[-max_steps:]
+
+    # The books -------------------------------------------------------------------------------
+
+    def _place(self, worker: str) -> int:
+        place = self._places.get(worker)
+        if place is None:
+            place = self._workers.index(None) if None in self._workers else len(self._workers)
+            self._workers[place : place + 1] = [worker]
+            self._places[worker] = place
+        return place
+
+    def _set(self, bits: int) -> _Holders:
+        holders = self._sets.get(bits)
+        if holders is None:
+            holders = self._sets[bits] = _Holders(bits)
+        return holders
+
+    def _move(self, block_hash: bytes, old: _Holders | None, new: _Holders) -> None:
+        if old is not None:
+            self._leave(old)
+        new.num_blocks += 1
+        self._blocks[block_hash] = new
+
+    def _forget(self, block_hash: bytes) -> None:
+        self._leave(self._blocks.pop(block_hash))
+
+    def _leave(self, holders: _Holders) -> None:
+        holders.num_blocks -= 1
+        if not holders.num_blocks and self._sets.get(holders.bits) is holders:
+            del self._sets[holders.bits]
+
+    def _evict(self) -> None:
+        """Make room, a share of the whole at once."""
+        share = max(1, self.max_blocks // _EVICT_SHARE)
+        for block_hash in list(islice(self._blocks, share)):
+            self._forget(block_hash)
+        self.num_evicted += share
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError when counts, sets and blocks contradict each other."""
+        assert len(self._blocks) <= self.max_blocks, "over the limit"
+        used: dict[int, int] = {}
+        for holders in self._blocks.values():
+            used[id(holders)] = used.get(id(holders), 0) + 1
+        known = [*self._sets.values(), *self._merged]
+        assert len({id(holders) for holders in known}) == len(known), "a set is kept twice"
+        for holders in known:
+            assert used.pop(id(holders), 0) == holders.num_blocks, "a set is counted wrong"
+        assert not used, "a block has a set that nobody knows"
+        living = 0
+        for worker, place in self._places.items():
+            assert self._workers[place] == worker, "two workers in one place"
+            living |= ((1 << BITS) - 1) << (BITS * place)
+        assert len(self._places) == sum(worker is not None for worker in self._workers)
+        assert all(not holders.bits & ~living for holders in known), "somebody gone holds a block"
+        for bits, holders in self._sets.items():
+            assert bits == holders.bits != 0, "a set is kept under other bits"
+            assert holders.num_blocks > 0, "a set without blocks is kept"
