@@ -218,17 +218,18 @@ class Admission:
             deadline_unix_ms=record.deadline_unix_ms,
             echo_text=echo,
         )
+        place = self._placement.place_prefill(record)
         task = PrefillTask(
             request_id=request_id,
             epoch=1,
             after_seq=0,
             reader=record.reader,
             record=record if len(record.prompt_ids) <= INLINE_IDS_BYTES else None,
+            kv_sources=place.sources,
         )
-        worker = self._placement.prefill_worker(record)
         return (
             Outgoing(
-                subject=subjects.prefill(record.served, worker),
+                subject=subjects.prefill(record.served, place.worker),
                 message=task,
                 msg_id=f"{request_id}.prefill.1",
                 epoch=1,

@@ -19,7 +19,10 @@ from pipeline.admission import Admission
 from pipeline.backlog import Backlog
 from pipeline.claim_chain import ClaimChain
 from pipeline.fleet import Fleet
+from pipeline.index_feed import IndexFeed
 from pipeline.placement import LeastLoaded
+from pipeline.prefixes import Prefixes
+from pipeline.radix_index import RadixIndex
 from pipeline.registry import Registry
 from pipeline.router import Router
 from pipeline.stage import Stage, StageContext, parse_as
@@ -44,7 +47,9 @@ async def serve_control(ctx: RoleContext, config: ControlConfig) -> None:
         bus=bus, chain=ClaimChain(bus), metrics=ctx.metrics, log=ctx.log, process=ctx.process
     )
     fleet = Fleet(bus.times.dead_s, time.monotonic())
-    placement = LeastLoaded(fleet)
+    index = RadixIndex(config.kv_index_blocks)
+    feed = IndexFeed(bus, index, fleet, ctx.metrics, ctx.log)
+    placement = LeastLoaded(fleet, Prefixes(index, fleet, ctx.metrics))
     registry = Registry(bus)
     backlog = Backlog(bus, config.max_queued_requests)
     admission = Admission(stage_ctx, registry, placement, backlog)
@@ -69,12 +74,20 @@ async def serve_control(ctx: RoleContext, config: ControlConfig) -> None:
         Router(stage_ctx, placement).handle,
     )
     takeover = TakeOver(
-        bus, stage_ctx.chain, fleet, ctx.metrics, ctx.log, on_claim=backlog.note_claim
+        bus,
+        stage_ctx.chain,
+        fleet,
+        ctx.metrics,
+        ctx.log,
+        placement=placement,
+        on_claim=backlog.note_claim,
+        on_beat=feed.hear_beat,
     )
     unclaimed = Unclaimed(bus, stage_ctx.chain, takeover.attendance, ctx.log)
     questions = TokenizeService(bus, registry, admission.tokenizer_of, ctx.log)
     async with task_scope() as tasks:
         tasks.create_task(questions.run(), name="tokenize")
+        tasks.create_task(feed.run(), name="kv index")
         tasks.create_task(takeover.run(), name="take-over")
         tasks.create_task(registry.run(), name="registry")
         tasks.create_task(unclaimed.run(), name="unclaimed")

@@ -94,6 +94,15 @@ class Fleet:
         ]
         return sorted(found, key=lambda beat: beat.worker)
 
+    def serving(self, served: str) -> list[Beat]:
+        """Live workers of ``served``, whatever they do for it, by worker id."""
+        found = [
+            member.beat
+            for member in self._members.values()
+            if member.beat.served == served and member.beat.worker and member.beat.state == "ready"
+        ]
+        return sorted(found, key=lambda beat: beat.worker)
+
     def max_sequence_tokens(self, served: str) -> int | None:
         """What a sequence may be long so that each live worker of ``served`` could hold it; None
         when none says so. One that drains is not asked: nothing new goes there."""

@@ -31,7 +31,8 @@ from infra.bus import (
     kv_ready_consumer,
 )
 from infra.bus.names import TOKENS
-from infra.bus.reaper import Placement, next_attempt, reap, redeliver, waiting_work
+from infra.bus.reaper import Placement as Moved
+from infra.bus.reaper import next_attempt, reap, redeliver, waiting_work
 from infra.bus.replay import replay
 from infra.log import Logger
 from infra.metrics import Metrics
@@ -40,6 +41,7 @@ from pipeline.attendance import ABANDONED, Attendance
 from pipeline.claim_chain import ClaimChain
 from pipeline.fleet import Fleet
 from pipeline.ownership import Holding, Ledger
+from pipeline.placement import Placement, PrefillPlace
 from pipeline.presence import Presence
 from schemas import subjects
 from schemas.codec import decode, encode, tag_of
@@ -68,7 +70,9 @@ class TakeOver:
 
     Args:
         fleet: filled here from heartbeats; placement reads it.
+        placement: where requests are placed again. None: whoever pulls first.
         on_claim: called with each claim when it is made, by whomever.
+        on_beat: called with each heartbeat, after the fleet has heard it.
     """
 
     def __init__(
@@ -79,7 +83,9 @@ class TakeOver:
         metrics: Metrics,
         log: Logger,
         *,
+        placement: Placement | None = None,
         on_claim: Callable[[Claim], None] = lambda claim: None,
+        on_beat: Callable[[Beat], None] = lambda beat: None,
     ) -> None:
         self.ledger = Ledger()
         self.attendance = Attendance(bus.times.resume_window_s, time.monotonic())
@@ -89,7 +95,9 @@ class TakeOver:
         self._next_roll_call_s = 0.0
         self._metrics = metrics
         self._log = log
+        self._placement = placement
         self._on_claim = on_claim
+        self._on_beat = on_beat
         self._placed: dict[str, int] = {}  # request -> the chain entry it was placed upon
         self._claimed_s: dict[str, float] = {}  # request -> when its present claim was heard
         self._to_reap: deque[Beat] = deque()
@@ -131,6 +139,7 @@ class TakeOver:
             return  # a newer peer's; its silence is then no verdict of ours on its requests
         self._fleet.hear(beat, time.monotonic())
         self.attendance.hear_beat(beat, time.monotonic())
+        self._on_beat(beat)
         if beat.state == "gone":
             self._someone_died.set()
 
@@ -259,15 +268,21 @@ class TakeOver:
             return
         claim, epoch = holding.claim, holding.claim.epoch + 1
         facts = {"request_id": holding.request_id, "epoch": epoch, "worker": claim.worker}
+        place = await self._place(holding.request_id)
         task = PrefillTask(
             request_id=holding.request_id,
             epoch=epoch,
             after_seq=holding.seq,
             reader=holding.reader,
+            kv_sources=place.sources,
         )
         try:
             await publish_prefill(
-                self._bus, served=claim.served, task=task, deadline_unix_ms=claim.deadline_unix_ms
+                self._bus,
+                served=claim.served,
+                task=task,
+                deadline_unix_ms=claim.deadline_unix_ms,
+                worker=place.worker,
             )
         except BusUnavailable:
             raise
@@ -279,6 +294,17 @@ class TakeOver:
             self._metrics.takeovers.inc()
             self._log.warning("request_placed_again", role=claim.role, **facts)
         self._placed[holding.request_id] = holding.seq
+
+    async def _place(self, request_id: str) -> PrefillPlace:
+        """Where it is computed again, as admission would have it. While nobody is known to hold
+        anything the record is not read for that."""
+        found = None
+        if self._placement is not None and self._placement.knows_prefixes:
+            with contextlib.suppress(SchemaError):  # the worker that claims it says so
+                found = await self._chain.record(request_id)
+        if self._placement is None or found is None:
+            return PrefillPlace(worker=subjects.ANY)
+        return self._placement.place_prefill(found[1])
 
     async def _tell_workers(self) -> None:
         while True:
@@ -338,10 +364,8 @@ class TakeOver:
     async def _move_queue(self, stage: str, served: str, worker: str) -> None:
         shared = subjects.prefill(served) if stage == "prefill" else subjects.decode(served)
 
-        def to_shared(message: WorkMessage) -> Placement:
-            return Placement(
-                subject=shared, data=message.data, headers=next_attempt(message.headers)
-            )
+        def to_shared(message: WorkMessage) -> Moved:
+            return Moved(subject=shared, data=message.data, headers=next_attempt(message.headers))
 
         num_moved = await reap(self._bus, stage, served, worker, to_shared)
         if num_moved:
@@ -367,9 +391,14 @@ async def _set_or_late(event: asyncio.Event, timeout_s: float) -> None:
 
 
 async def publish_prefill(
-    bus: Bus, *, served: str, task: PrefillTask, deadline_unix_ms: int
+    bus: Bus,
+    *,
+    served: str,
+    task: PrefillTask,
+    deadline_unix_ms: int,
+    worker: str = subjects.ANY,
 ) -> None:
-    """Place a request again, for whichever prefill worker pulls first.
+    """Place a request again, for one prefill worker, or whichever pulls first.
 
     Raises:
         BusUnavailable, QueueFull: not confirmed; to be tried again, which is harmless.
@@ -383,5 +412,5 @@ async def publish_prefill(
     )
     msg_id = f"{task.request_id}.prefill.{task.epoch}"
     await bus.publish_stored(
-        subjects.prefill(served), encode(task), headers.to_dict(), msg_id=msg_id
+        subjects.prefill(served, worker), encode(task), headers.to_dict(), msg_id=msg_id
     )

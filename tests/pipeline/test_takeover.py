@@ -30,12 +30,15 @@ from infra.task_scope import task_scope
 from infra.times import Times
 from pipeline.claim_chain import ClaimChain
 from pipeline.fleet import Fleet
+from pipeline.placement import PrefillPlace
 from pipeline.takeover import TakeOver
 from schemas import subjects
 from schemas.codec import decode, encode
 from schemas.control import CancelWord
 from schemas.decode import DecodeTask
+from schemas.kv import KvSource
 from schemas.prefill import PrefillTask
+from schemas.requests import RequestRecord
 from schemas.tokens import Cancelled, Claim, Expired
 from tests.conftest import Connect, Until
 from tests.pipeline.rig import (
@@ -48,11 +51,14 @@ from tests.pipeline.rig import (
     kv_ready,
     new_id,
     prefill_task,
+    record,
     send,
+    store,
     stream_end,
 )
 
 SHARED = subjects.prefill(SERVED)
+SOURCES = (KvSource(worker="w3", num_blocks=7, tier="host"),)
 
 
 @pytest.fixture(scope="session")
@@ -150,6 +156,43 @@ async def test_what_a_silent_worker_held_is_placed_again_once(watch: Watch) -> N
     assert task == PrefillTask(request_id=lost, epoch=2, after_seq=seq, reader=READER)
     assert watch.placed(kept) == []
     assert watch.metrics.takeovers._value.get() == 1
+
+
+class Holders:
+    """A placement that knows who holds everybody's prompt."""
+
+    def __init__(self) -> None:
+        self.knows_prefixes = True
+        self.asked: list[str] = []
+
+    def place_prefill(self, record: RequestRecord) -> PrefillPlace:
+        self.asked.append(record.request_id)
+        return PrefillPlace(worker="w2", sources=SOURCES)
+
+
+async def test_who_holds_the_prompt_gets_it_again(watch: Watch) -> None:
+    """Placed as admission would, by the record; without one, and while nobody is known to hold
+    anything, whoever pulls first has it."""
+    holders = Holders()
+    await watch.start(placement=holders)
+    watch.worker("w1")
+    (known, _), (unknown, _) = await watch.claims("w1"), await watch.claims("w1")
+    await store(watch.bus, subjects.request_record(known), record(known))
+    watch.silence("w1")
+    await watch.until(lambda: watch.placed(known) and watch.placed(unknown))
+    ((subject, task),) = watch.placed(known)[:1]
+    assert (subject, task.kv_sources) == (subjects.prefill(SERVED, "w2"), SOURCES)
+    ((subject, task),) = watch.placed(unknown)
+    assert (subject, task.kv_sources) == (SHARED, ())
+    assert holders.asked == [known]
+    holders.knows_prefixes = False
+    watch.worker("w3")
+    late, _ = await watch.claims("w3")
+    await store(watch.bus, subjects.request_record(late), record(late))
+    watch.silence("w3")
+    await watch.until(lambda: watch.placed(late))
+    assert watch.placed(late)[0][0] == SHARED
+    assert holders.asked == [known]
 
 
 async def test_each_claim_is_placed_again_by_itself(watch: Watch) -> None:

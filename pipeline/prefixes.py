@@ -1,0 +1,73 @@
+"""Who holds the beginning of a request's prompt.
+
+Hashes are salted with the KV layout of the engine that computes them. In a fleet of several layouts
+a prompt is therefore hashed once per layout, and a match says only of the workers of that layout
+what they hold: nobody is told of blocks that it could not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from infra.metrics import Metrics
+from pipeline.fleet import Fleet
+from pipeline.prefix_hash import iter_prefix_hashes, request_salt
+from pipeline.prefix_walk import Match
+from pipeline.radix_index import RadixIndex
+from schemas.requests import RequestRecord
+
+
+class Prefixes:
+    """Looks prompts up in the index.
+
+    Args:
+        fleet: says with which layout and block size each worker hashes.
+    """
+
+    def __init__(self, index: RadixIndex, fleet: Fleet, metrics: Metrics) -> None:
+        self._index = index
+        self._fleet = fleet
+        self._metrics = metrics
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody holds anything that is known of: then there is nothing to look up."""
+        return not self._index.workers
+
+    def find(self, record: RequestRecord) -> dict[str, Match]:
+        """By worker, how much of the prompt it holds; only live workers of the request's model
+        that hold its first block.
+
+        Cost: about 100 µs per 1,024 tokens that somebody holds, and layout; a prompt that nobody
+        knows is hashed no further than its first block.
+        """
+        if self.is_empty:
+            return {}
+        beats = {beat.worker: beat for beat in self._fleet.serving(record.served)}
+        layouts = {(beat.fingerprint, beat.block_size) for beat in beats.values()}
+        found: dict[str, Match] = {}
+        for fingerprint, block_size in sorted(layouts):
+            if block_size > 0:
+                matches = self._lookup(record, fingerprint, block_size)
+                found |= {
+                    match.worker: match
+                    for match in matches
+                    if match.worker in beats and beats[match.worker].fingerprint == fingerprint
+                }
+        self._metrics.kv_index_lookups.labels("hit" if found else "miss").inc()
+        return found
+
+    def _lookup(self, record: RequestRecord, fingerprint: str, block_size: int) -> list[Match]:
+        salt = request_salt(record, fingerprint)
+        seen: list[bytes] = []
+        matches = self._index.lookup(
+            _noted(iter_prefix_hashes(record.prompt_ids, block_size, salt), seen)
+        )
+        self._index.touch(seen[: max((match.num_blocks for match in matches), default=0)])
+        return matches
+
+
+def _noted(hashes: Iterable[bytes], seen: list[bytes]) -> Iterator[bytes]:
+    for one in hashes:
+        seen.append(one)
+        yield one
