@@ -3,8 +3,13 @@
 api          what a worker may ask of an engine, and what a runner must do for it
 sequence     one choice's tokens and how many of them are in the KV cache
 block_pool   which block belongs to whom; prefix reuse
+cached_blocks  which cached block goes first
+reuse        what a sequence need not compute
+arrivals     blocks on their way from the host tier into the pool
 scheduler    who computes what in the next step
+batch        a step's chunks on a runner
 engine       the step
+books        that all of it adds up
 output       token ids to text, stop strings
 build        from a model folder to a torch engine
 sources      where models come from: folder, GGUF file, built-in name, hub

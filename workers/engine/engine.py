@@ -7,7 +7,6 @@ sends there what it has computed, and gets back what is asked for again; see ``w
 from __future__ import annotations
 
 from collections.abc import Iterable
-from collections.abc import Sequence as Seq
 
 import structlog
 
@@ -21,13 +20,12 @@ from workers.engine.api import (
     EngineRequest,
     FailedRequest,
     Runner,
-    RunnerLost,
     Sampled,
-    ScheduledSequence,
     StepReport,
     TokenOutput,
 )
 from workers.engine.arrivals import Arrivals
+from workers.engine.batch import allowed_ids, execute, has_format, prefilled
 from workers.engine.block_pool import BlockPool
 from workers.engine.books import block_states, check_books
 from workers.engine.grammar import Grammars
@@ -42,8 +40,6 @@ from workers.kv.tally import TierTally
 __all__ = ["Engine", "EngineConfig"]
 
 _log = structlog.get_logger(__name__)
-
-_Outcome = Sampled | Exception | None  # None: computed, nothing to sample
 
 
 class Engine:
@@ -194,8 +190,8 @@ class Engine:
         chunks = self.scheduler.schedule()
         self._is_stalled = not chunks
         chunks = self._find_allowed(self._copy_blocks(chunks, report), report)
-        with self.pace.step(_prefilled(chunks)):
-            outcomes = self._execute(chunks)
+        with self.pace.step(prefilled(chunks)):
+            outcomes = execute(self.runner, chunks, self._requests)
         for chunk, outcome in zip(chunks, outcomes, strict=True):
             active = self._requests.get(chunk.sequence.group.key)
             if active is None:
@@ -228,49 +224,15 @@ class Engine:
 
     def _find_allowed(self, chunks: list[Chunk], report: StepReport) -> list[Chunk]:
         """Let each grammar say what may come next; returns the chunks that can run."""
-        bound = [chunk for chunk in chunks if _has_format(chunk)]
+        bound = [chunk for chunk in chunks if has_format(chunk)]
         if not bound:
             return chunks
         for chunk in bound:
             try:
-                self._allowed(chunk)
+                allowed_ids(chunk, self._requests)
             except EngineFailed as error:
                 self._fail(self._requests[chunk.sequence.group.key], error, report)
         return [chunk for chunk in chunks if chunk.sequence.group.key in self._requests]
-
-    def _allowed(self, chunk: Chunk) -> bytes | None:
-        active = self._requests.get(chunk.sequence.group.key)
-        if active is None or not chunk.samples:
-            return None
-        matcher = active.choices[chunk.sequence.index].matcher
-        return None if matcher is None else matcher.allowed()
-
-    def _execute(self, chunks: Seq[Chunk]) -> list[_Outcome]:
-        """Run the batch. If that raises, run its sequences one by one to find the guilty ones:
-        computing a position again writes the same KV, so nobody is harmed by the second run."""
-        if not chunks:
-            return []
-        try:
-            return self._run(chunks)
-        except RunnerLost:
-            raise
-        except Exception as error:
-            keys = [chunk.sequence.group.key for chunk in chunks]
-            _log.error("batch_failed", keys=keys, exc_info=True)
-            if len(chunks) == 1:
-                return [error]
-        return [outcome for chunk in chunks for outcome in self._execute([chunk])]
-
-    def _run(self, chunks: Seq[Chunk]) -> list[_Outcome]:
-        batch = [
-            _scheduled(chunk, self._allowed(chunk) if _has_format(chunk) else None)
-            for chunk in chunks
-        ]
-        sampled = self.runner.execute(batch)
-        if len(sampled) != sum(scheduled.sample for scheduled in batch):
-            raise EngineFailed(f"the runner gave {len(sampled)} tokens, not one per sample")
-        tokens = iter(sampled)
-        return [next(tokens) if scheduled.sample else None for scheduled in batch]
 
     def _take_token(
         self, active: ActiveRequest, chunk: Chunk, sampled: Sampled, report: StepReport
@@ -363,32 +325,3 @@ class Engine:
         """Raise AssertionError when a block is not accounted for, or a sequence is in no line or
         in two."""
         check_books(self.blocks, self.scheduler, self._requests, self._reservations)
-
-
-def _prefilled(chunks: Seq[Chunk]) -> list[tuple[int, int]]:
-    """The positions ``[start, end)`` of each chunk of a step that is mostly prefill; of another
-    step, none."""
-    if sum(chunk.count for chunk in chunks) < 8 * len(chunks):
-        return []
-    starts = [chunk.sequence.num_computed_tokens for chunk in chunks]
-    return [(s, s + chunk.count) for s, chunk in zip(starts, chunks, strict=True)]
-
-
-def _has_format(chunk: Chunk) -> bool:
-    return chunk.sequence.group.sampling.response_format is not None
-
-
-def _scheduled(chunk: Chunk, allowed: bytes | None) -> ScheduledSequence:
-    sequence = chunk.sequence
-    return ScheduledSequence(
-        token_ids=sequence.token_ids,
-        num_prompt_tokens=sequence.num_prompt_tokens,
-        block_table=sequence.block_table,
-        start=sequence.num_computed_tokens,
-        count=chunk.count,
-        sample=chunk.samples,
-        sampling=sequence.group.sampling,
-        index=sequence.index,
-        allowed=allowed,
-        scores=sequence.group.scores_to_fill,
-    )
