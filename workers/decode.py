@@ -3,7 +3,7 @@
 Consumes   mesh.v1.decode.<model@rev>.<worker|any>             DecodeTask
 Publishes  mesh.v1.token-stream.<reader>.claim.<id>            Claim; StreamEnd, StreamError
            mesh.v1.token-stream.<reader>.tokens                TokenBatch, one per step and reader
-           mesh.v1.lease.<owner>                               LeaseRelease
+           mesh.v1.lease.<owner>                               LeaseRelease, LeaseRenew
            mesh.v1.prefill.<model@rev>.any                     PrefillTask, when blocks are lost
 Keeps      the running batch; nothing of a request after its end
 Twice?     the claim decides; whoever finds the request ended or gone on releases its lease
@@ -22,11 +22,14 @@ from schemas import subjects
 from schemas.codec import encode, unpack_ids
 from schemas.decode import DecodeTask
 from schemas.errors import BusUnavailable, KvLost, MeshError
-from schemas.kv import KvReady, LeaseRelease
+from schemas.kv import KvReady, LeaseRelease, LeaseRenew
+from schemas.requests import RequestRecord
 from schemas.tokens import Claim
 from workers.claims import Claimed, Claims, key_of
 from workers.execution import Execution, Import
-from workers.kv.intake import Arrival, KvIntake
+from workers.kv.intake import READ_S, Arrival, KvIntake
+
+_RENEWALS = 3  # in the time of a lease: one may be lost
 
 
 class Decode:
@@ -51,7 +54,8 @@ class Decode:
                 return Handled(outcome="repeated")
             record = await self._claims.record_of(task)
             key, claimed = key_of(task), None
-            arrival = await self._intake.fetch(key, task.ready.handle)
+            timeout_s = self._time_to_read_s(record)
+            arrival = await self._intake.fetch(key, task.ready.handle, timeout_s)
             try:
                 claimed = await self._claims.claim(work, record, "decode")
             finally:
@@ -67,7 +71,8 @@ class Decode:
         """The claim is stored: from here on the request is ours to end or to give back."""
         try:
             tokens = tuple(tuple(unpack_ids(run)) for run in ready.tokens)
-            await arrival.complete()
+            while not await arrival.is_there(self._bus.times.lease_s / _RENEWALS):
+                await self._renew(ready)
             await self._release(ready, ok=True)
         except MeshError as error:
             self._intake.release(claimed.key)
@@ -94,10 +99,25 @@ class Decode:
             return
         await self._release(task.ready, ok=False)
 
+    def _time_to_read_s(self, record: RequestRecord) -> float:
+        """Half of what is left: the other half is for computing the blocks again."""
+        left_s = (record.deadline_unix_ms - self._bus.now_unix_ms()) / 1000
+        return min(READ_S, max(0.0, left_s / 2))
+
     async def _release(self, ready: KvReady, *, ok: bool) -> None:
         handle = ready.handle
-        release = LeaseRelease(lease_id=handle.lease_id, secret=handle.secret, ok=ok)
+        await self._tell_owner(
+            handle.owner, LeaseRelease(lease_id=handle.lease_id, secret=handle.secret, ok=ok)
+        )
+
+    async def _renew(self, ready: KvReady) -> None:
+        handle = ready.handle
+        await self._tell_owner(
+            handle.owner, LeaseRenew(lease_id=handle.lease_id, secret=handle.secret)
+        )
+
+    async def _tell_owner(self, owner: str, word: LeaseRelease | LeaseRenew) -> None:
         try:
-            await self._bus.publish(subjects.lease(handle.owner), encode(release))
+            await self._bus.publish(subjects.lease(owner), encode(word))
         except BusUnavailable:
-            self._log.info("lease_left_to_expire", lease_id=handle.lease_id)
+            self._log.info("lease_left_to_expire", lease_id=word.lease_id)

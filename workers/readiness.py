@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import dataclass
+from typing import Protocol
 
 from infra.health import Health
 from infra.log import Logger
 from infra.task_scope import task_scope
 from infra.times import Times
-from infra.transport.handover import PoolDoor
 from schemas.errors import KvLost
 from workers.engine.thread import EngineThread
 
@@ -23,12 +23,19 @@ _KNOCK_BEATS = 4  # between two knocks at our own door
 _NUM_KNOCKS = 2  # without an answer: the first time our own loop may have been busy
 
 
+class Door(Protocol):
+    """The ways into a KV pool: ``workers.kv.links.KvLinks``."""
+
+    async def knock(self) -> None:
+        """KvLost when a reader with a lease would not be let in now."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Readiness:
     """What :meth:`watch` found when it last looked; able until it has."""
 
     thread: EngineThread
-    door: PoolDoor
+    door: Door
     is_engine_stuck: bool = False
     is_door_shut: bool = False
 

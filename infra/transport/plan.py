@@ -25,6 +25,9 @@ class TransportPlan:
     lacks_ucx: bool = False
 
 
+SHM_ONLY = TransportPlan()
+
+
 def plan_transports(choice: str, host: str, port: int) -> TransportPlan:
     """The plan for settings ``kv_transports``, ``kv_ucx_host`` and ``kv_ucx_port``.
 

@@ -13,6 +13,8 @@ import pytest
 import pytest_asyncio
 
 from infra.metrics import Metrics
+from infra.transport.handover import PoolReader, host_identity
+from infra.transport.reader import KvReader
 from schemas.errors import ContextTooLong, KvLost, NoCapacity
 from schemas.kv import KvHandle
 from tests.workers.engine.simulated_engines import CONTEXT_LENGTH, make_engine, request_of
@@ -54,7 +56,8 @@ async def bench() -> AsyncIterator[Bench]:
     engine = make_engine(8, runner_class=GatedRunner)
     errors: list[Exception] = []
     thread = EngineThread(engine, lambda report: None, errors.append)
-    intake = KvIntake(thread, engine.pool, engine.info, Metrics())
+    reader = KvReader(PoolReader())
+    intake = KvIntake(thread, engine.pool, engine.info, reader, Metrics())
     runner = engine.runner
     assert isinstance(runner, GatedRunner)
     thread.start()
@@ -98,13 +101,13 @@ def handle_of(num_tokens: int = 8, **changes: object) -> KvHandle:
         ({}, KvLost),  # nowhere to be read
     ],
 )
-async def test_what_can_not_be_fetched_is_told_on_completion(
+async def test_what_can_not_be_fetched_is_told_by_the_arrival(
     bench: Bench, changes: dict[str, object], error: type[Exception]
 ) -> None:
     """Never by ``fetch`` itself: the claim is made all the same, to give the request back."""
     arrival = await bench.intake.fetch("key", handle_of(**changes))  # type: ignore[arg-type]
     with pytest.raises(error):
-        await arrival.complete()
+        await arrival.is_there()
     bench.intake.release("key")
 
 
@@ -161,13 +164,16 @@ async def test_blocks_stay_ours_while_they_are_filled(
     monkeypatch.setattr("workers.kv.intake.AT_ONCE_BYTES", 0)
     may_end, has_begun = threading.Event(), threading.Event()
 
-    def read(*args: object) -> None:
+    def read(*args: object) -> str:
         has_begun.set()
-        assert may_end.wait(5)
+        assert may_end.wait(30)
+        return "shm"
 
     monkeypatch.setattr(bench.intake._reader, "read", read)
-    await bench.intake.fetch("key", handle_of())
-    await bench.intake.fetch("waits", handle_of())
+    handle = handle_of(addresses=(f"shm://{host_identity()}/nobody",))
+    arrival = await bench.intake.fetch("key", handle)
+    await bench.intake.fetch("waits", handle)
+    assert not await arrival.is_there(0.01)
     await until(has_begun.is_set)
     bench.intake.release("waits")
     await until(lambda: bench.num_used == 2)

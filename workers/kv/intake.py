@@ -1,7 +1,7 @@
 """Bringing other workers' blocks into our own pool.
 
     fetch       reserves blocks of our pool and copies into them, what is large on a thread
-    complete    waits for the copy, which checks what it has read
+    is_there    waits for the copy, which checks what it has read
     release     when the blocks are not used after all
 
 A copy that has begun can't be stopped. Blocks that are being filled are given back when that has
@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from infra.metrics import Metrics
-from infra.transport.handover import PoolReader
+from infra.transport.reader import KvReader, Transport
 from infra.transport.shm import SharedPool
 from schemas.errors import ContextTooLong, EngineFailed, KvLost, MeshError, NoCapacity
 from schemas.kv import KvHandle
@@ -26,6 +26,11 @@ from workers.engine.thread import EngineThread
 
 AT_ONCE_BYTES = 2 << 20  # copied and checked in 0.3 ms: to go to a thread and back takes as long
 RESERVE_S = 10.0  # a step may take seconds; after so long another worker may be better
+READ_S = 30.0  # of one transfer; after so long it is sooner computed again
+_NUM_THREADS: Mapping[Transport, int] = {
+    "shm": 1,  # two would share one memory bus
+    "ucx": 8,  # they wait, and take turns on the network
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,19 +39,17 @@ class Arrival:
 
     blocks: tuple[int, ...]
     num_tokens: int
-    _copy: Future[bool]
+    _copy: asyncio.Future[bool]
 
-    async def complete(self) -> None:
-        """Wait until they are filled.
+    async def is_there(self, within_s: float | None = None) -> bool:
+        """Wait until they are filled, at most ``within_s``; whether they are.
 
         Raises:
-            KvLost: they can't be, or hold what they should not; see :meth:`PoolReader.read`.
+            KvLost: they can't be, or hold what they should not; see :meth:`KvReader.read`.
             ContextTooLong: our pool is too small for them.
         """
-        if self._copy.done():  # as a rule: the claim took longer
-            self._copy.result()
-        else:
-            await asyncio.wrap_future(self._copy)
+        await asyncio.wait([self._copy], timeout=within_s)  # never cancels the copy
+        return self._copy.done() and self._copy.result()
 
 
 class KvIntake:
@@ -54,39 +57,53 @@ class KvIntake:
 
     Args:
         memory: that pool, whose blocks ``engine`` gives out.
+        reader: reads other workers' pools; closed with this.
     """
 
     def __init__(
-        self, engine: EngineThread, memory: SharedPool, info: EngineInfo, metrics: Metrics
+        self,
+        engine: EngineThread,
+        memory: SharedPool,
+        info: EngineInfo,
+        reader: KvReader,
+        metrics: Metrics,
     ) -> None:
         self._engine = engine
         self._memory = memory
         self._info = info
         self._metrics = metrics
-        self._reader = PoolReader()
-        self._thread = ThreadPoolExecutor(1, "kv-intake")
+        self._reader = reader
+        self._threads = {
+            transport: ThreadPoolExecutor(count, f"kv-{transport}")
+            for transport, count in _NUM_THREADS.items()
+        }
         self._copies: dict[str, Future[bool]] = {}  # by key, while under way
 
-    async def fetch(self, key: str, handle: KvHandle) -> Arrival:
+    async def fetch(self, key: str, handle: KvHandle, timeout_s: float = READ_S) -> Arrival:
         """Reserve blocks under ``key`` and fill them from those of ``handle``, or begin to. What
-        makes that impossible is told by ``complete``.
+        makes that impossible is told by the arrival.
+
+        Args:
+            timeout_s: for the transfer; what is not there by then is lost.
 
         Raises:
             NoCapacity: no room now; nothing is reserved.
         """
+        deadline_s = time.monotonic() + timeout_s
         blocks: tuple[int, ...] = ()
         try:
             self._check(handle)
             blocks = await self._reserve(key, handle.num_tokens)
+            transport, _ = self._reader.way(handle)
             is_small = len(blocks) * self._memory.block_bytes <= AT_ONCE_BYTES
-            if is_small and self._read(handle, blocks, at_once=True):
+            if is_small and self._read_at_once(handle, blocks):
                 return Arrival(blocks=blocks, num_tokens=handle.num_tokens, _copy=_ended(None))
         except (KvLost, ContextTooLong) as error:
             return Arrival(blocks=blocks, num_tokens=handle.num_tokens, _copy=_ended(error))
-        copy = self._thread.submit(self._read, handle, blocks)
+        copy = self._threads[transport].submit(self._read, handle, blocks, deadline_s)
         self._copies[key] = copy
         copy.add_done_callback(lambda _: self._copies.pop(key, None))
-        return Arrival(blocks=blocks, num_tokens=handle.num_tokens, _copy=copy)
+        return Arrival(blocks=blocks, num_tokens=handle.num_tokens, _copy=_heard(copy))
 
     def release(self, key: str) -> None:
         """Give back what ``key`` holds, as soon as nothing is copied into it."""
@@ -98,12 +115,13 @@ class KvIntake:
             copy.add_done_callback(lambda _: self._engine.release(key))
 
     def prune(self) -> None:
-        """Let go of the memory of workers that are gone. Does not wait."""
+        """Let go of workers that are gone. Does not wait."""
         self._reader.prune()
 
     def close(self) -> None:
-        """Wait for the copy that runs, drop those that wait, unmap everything."""
-        self._thread.shutdown(cancel_futures=True)
+        """Wait for copies that run, drop those that wait, unmap everything."""
+        for threads in self._threads.values():
+            threads.shutdown(cancel_futures=True)
         self._reader.close()
 
     def _check(self, handle: KvHandle) -> None:
@@ -131,23 +149,39 @@ class KvIntake:
             raise ContextTooLong(small, param="max_tokens") from reserved
         return reserved
 
-    def _read(self, handle: KvHandle, blocks: tuple[int, ...], *, at_once: bool = False) -> bool:
+    def _read_at_once(self, handle: KvHandle, blocks: tuple[int, ...]) -> bool:
         started_s = time.perf_counter()
-        if not at_once:
-            self._reader.read(handle, self._memory, blocks)
-        elif not self._reader.read_at_once(handle, self._memory, blocks):
+        if not self._reader.read_at_once(handle, self._memory, blocks):
             return False
-        self._metrics.kv_transfer_seconds.observe(time.perf_counter() - started_s)
-        self._metrics.kv_transfer_bytes.inc(len(blocks) * self._memory.block_bytes)
+        self._count("shm", started_s, len(blocks))
         return True
 
+    def _read(self, handle: KvHandle, blocks: tuple[int, ...], deadline_s: float) -> bool:
+        started_s = time.perf_counter()
+        transport = self._reader.read(handle, self._memory, blocks, deadline_s)
+        self._count(transport, started_s, len(blocks))
+        return True
 
-def _ended(error: MeshError | None) -> Future[bool]:
-    future: Future[bool] = Future()
+    def _count(self, transport: Transport, started_s: float, num_blocks: int) -> None:
+        took_s = time.perf_counter() - started_s
+        self._metrics.kv_transfer_seconds.labels(transport).observe(took_s)
+        num_bytes = num_blocks * self._memory.block_bytes
+        self._metrics.kv_transfer_bytes.labels(transport).inc(num_bytes)
+
+
+def _ended(error: MeshError | None) -> asyncio.Future[bool]:
+    future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
     if error is None:
         future.set_result(True)
     else:
         future.set_exception(error)
+        future.exception()  # nobody may ask
+    return future
+
+
+def _heard(copy: Future[bool]) -> asyncio.Future[bool]:
+    future = asyncio.wrap_future(copy)
+    future.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     return future
 
 
