@@ -26,6 +26,7 @@ from schemas.errors import ConfigError, MeshError
 SECTIONS: dict[str, str] = {
     "disk": "loadgen.bench.kv_disk",
     "eviction": "loadgen.bench.kv_eviction",
+    "index": "loadgen.bench.kv_index",
 }
 
 
