@@ -14,6 +14,7 @@ from infra.config import DEFAULT_MODEL, BusConfig
 from infra.failure import EXIT_FAILED, EXIT_INTERRUPTED, first_mesh_error, report
 from infra.mesh_file import read_mesh_file
 from infra.settings import Sources, load
+from infra.transport.plan import CHOICES
 from loadgen.chaos.faults import FAULTS
 from loadgen.chaos.settings import (
     QUICK_FAULTS,
@@ -53,6 +54,9 @@ def chaos(
     controls: Annotated[int, typer.Option(help="control processes of a mesh of our own")] = 2,
     timeout: Annotated[float, typer.Option(help="deadline of each request, seconds")] = 60.0,
     overlap: Annotated[int, typer.Option(help="faults at a time")] = 1,
+    kv_transports: Annotated[
+        str, typer.Option(help=f"of the workers of a mesh of our own: {', '.join(CHOICES)}")
+    ] = "auto",
     attach: Annotated[
         bool, typer.Option("--attach", help="break the mesh that runs on this host")
     ] = False,
@@ -91,6 +95,7 @@ def chaos(
             timeout_s=timeout,
             overlap=overlap,
             folder=None if places else data,
+            kv_transports=kv_transports,
             **places,
         )
         code = _run(settings, as_json=json)

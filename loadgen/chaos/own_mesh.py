@@ -29,7 +29,8 @@ _STOP_S = 15.0
 class OwnSettings:
     """What to start.
 
-    ``model`` is NAME=SOURCE; ``speed`` divides the simulated engine's times.
+    ``model`` is NAME=SOURCE; ``speed`` divides the simulated engine's times; ``kv_transports`` is
+    the workers' setting of that name.
     """
 
     engine: str
@@ -40,11 +41,12 @@ class OwnSettings:
     num_decode: int = 2
     num_bridges: int = 2
     num_controls: int = 2
+    kv_transports: str = "auto"
     folder: Path
 
     def worker_flags(self) -> list[str]:
         """Of each worker."""
-        flags = ["--engine", self.engine, "--threads", "1"]
+        flags = ["--engine", self.engine, "--threads", "1", "--kv-transports", self.kv_transports]
         if self.engine == "torch":
             return [*flags, "--dtype", "fp32", "--kv-memory", "128MiB"]
         return [*flags, "--speed", str(self.speed)]
@@ -62,7 +64,7 @@ class Starter:
     """Starts more processes of the mesh; they end with it."""
 
     def __init__(self, settings: OwnSettings, tasks: asyncio.TaskGroup) -> None:
-        self._settings = settings
+        self.settings = settings
         self._tasks = tasks
         self._children: list[Child] = []
 
@@ -70,8 +72,8 @@ class Starter:
         self, kind: str, name: str, *flags: str, command: Sequence[str] | None = None
     ) -> Child:
         """One process of ``kind``, started again whenever it ends by itself."""
-        folder = self._settings.folder
-        where = ["--data", str(folder), "--time-scale", str(self._settings.time_scale)]
+        folder = self.settings.folder
+        where = ["--data", str(folder), "--time-scale", str(self.settings.time_scale)]
         url = BusConfig(data=folder).url(kind)
         spec = ChildSpec(
             kind=kind,
@@ -87,9 +89,33 @@ class Starter:
     def start_worker_with_jumping_clock(self) -> Child:
         """A decode worker whose wall clock jumps at SIGUSR1."""
         program = (sys.executable, "-P", "-m", "loadgen.chaos.jumping_clock")
-        flags = ("--role", "decode", "--model", self._settings.model)
+        flags = ("--role", "decode", "--model", self.settings.model)
         return self.start(
-            "worker", "decode-clock", *flags, *self._settings.worker_flags(), command=program
+            "worker", "decode-clock", *flags, *self.settings.worker_flags(), command=program
+        )
+
+    @property
+    def kv_disk(self) -> Path:
+        """Where workers with a disk keep their blocks."""
+        return self.settings.folder / "kv-disk"
+
+    def start_worker_with_disk(self) -> Child:
+        """A prefill worker that keeps blocks over restarts."""
+        return self._start_with_disk(None)
+
+    def start_worker_with_bad_disk(self, kind: str) -> Child:
+        """The same, with a disk that goes bad at SIGUSR1; see ``loadgen.chaos.bad_disk``."""
+        return self._start_with_disk((sys.executable, "-P", "-m", "loadgen.chaos.bad_disk", kind))
+
+    def _start_with_disk(self, command: Sequence[str] | None) -> Child:
+        flags = ("--role", "prefill", "--model", self.settings.model, "--kv-disk")
+        return self.start(
+            "worker",
+            "prefill-disk",
+            *flags,
+            str(self.kv_disk),
+            *self.settings.worker_flags(),
+            command=command,
         )
 
     async def stop(self) -> None:

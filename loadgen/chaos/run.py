@@ -111,6 +111,7 @@ async def _place(settings: ChaosSettings, folder: Path, say: Say) -> AsyncGenera
         time_scale=settings.time_scale,
         speed=settings.speed,
         num_controls=settings.num_controls,
+        kv_transports=settings.kv_transports,
         folder=folder,
     )
     async with own_chaos_mesh(own) as started:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from infra.transport.plan import CHOICES
 from loadgen.chaos.faults import FAULTS
 from loadgen.chaos.points import POINTS
 from schemas.errors import ConfigError
@@ -41,6 +42,7 @@ class ChaosSettings:
         control_nats_url: the same broker as a user who may hear all.
         bridges: addresses of a running mesh's bridges.
         folder: data directory of a mesh of our own; None: a temporary one.
+        kv_transports: of the workers of a mesh of our own.
 
     Raises:
         ConfigError: a value that can't be used; ``param`` is the flag's name.
@@ -63,12 +65,16 @@ class ChaosSettings:
     control_nats_url: str = ""
     bridges: tuple[str, ...] = ()
     folder: Path | None = None
+    kv_transports: str = "auto"
 
     def __post_init__(self) -> None:
         for name in self.faults:
             if name not in FAULTS:
                 known = ", ".join(FAULTS)
                 raise ConfigError(f"no fault is called {name!r}; there are {known}", param="fault")
+        if self.kv_transports not in CHOICES:
+            known = ", ".join(CHOICES)
+            raise ConfigError(f"{self.kv_transports!r} is none of {known}", param="kv-transports")
         if not self.faults:
             raise ConfigError("give --all, --quick or --fault NAME", param="fault")
         self._check_point()
