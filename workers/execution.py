@@ -15,12 +15,13 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from typing import TypeVar
 
 from infra.bus import Bus, TokenWriter
 from infra.log import Logger
 from infra.metrics import Metrics
 from infra.task_scope import task_scope
-from pipeline.prefix_hash import salt_of
+from pipeline.prefix_hash import request_salt
 from schemas import subjects
 from schemas.codec import encode
 from schemas.errors import (
@@ -43,19 +44,25 @@ from workers.engine.api import (
 )
 from workers.engine.thread import EngineThread
 from workers.hops import HopTrace, Point
+from workers.kv.origins import Origins, origins_of
+from workers.kv.prefetch import Brought
 
 _ADD_S = 30.0  # a step may take seconds; after so long another worker may be better
 _FLUSH_S = 2.0
+
+T = TypeVar("T")
 
 
 class Running:
     """A claimed request in the engine, and the tokens it has by now."""
 
     __slots__ = (
+        "brought",
         "claimed",
         "finished",
         "first_token_s",
         "num_cached_tokens",
+        "num_imported_tokens",
         "num_new_tokens",
         "reader",
         "request_id",
@@ -63,22 +70,49 @@ class Running:
         "tokens",
     )
 
-    def __init__(self, claimed: Claimed, num_cached_tokens: int) -> None:
+    def __init__(
+        self,
+        claimed: Claimed,
+        num_cached_tokens: int = 0,
+        num_imported_tokens: int = 0,
+        brought: Brought | None = None,
+    ) -> None:
         num_choices = claimed.record.sampling.n
         self.claimed = claimed
         self.reader = claimed.reader
         self.request_id = claimed.record.request_id
         self.num_cached_tokens = num_cached_tokens  # as the prefill worker found them
+        self.num_imported_tokens = num_imported_tokens
+        self.brought = brought or Brought()
         self.tokens = [list(run) for run in claimed.tokens or ((),) * num_choices]
         self.finished = list(claimed.finished or ("",) * num_choices)
         self.num_new_tokens = 0
         self.started_s = time.perf_counter()
         self.first_token_s = 0.0
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of the request."""
+        return len(self.claimed.record.prompt_ids) // 4
+
+    def origins(self, num_cached: int, num_host: int) -> Origins:
+        """Where its prompt's KV came from, by what the engine found: in all, and of that in the
+        host tier."""
+        return origins_of(
+            self.num_prompt_tokens,
+            num_cached=num_cached,
+            num_promoted=num_host,
+            num_disk=self.brought.num_disk_tokens,
+            num_remote=self.brought.num_remote_tokens,
+            num_imported=self.num_imported_tokens,
+        )
+
     def take(self, output: TokenOutput) -> TokenDelta:
         """Note a new token; the delta that tells of it."""
         self.num_new_tokens += 1
-        self.first_token_s = self.first_token_s or time.perf_counter()
+        if not self.first_token_s:
+            self.first_token_s = time.perf_counter()
+            self.brought.let_go()
         self.tokens[output.index].append(output.token_id)
         self.finished[output.index] = output.finish_reason or ""
         return TokenDelta(
@@ -163,19 +197,20 @@ class Execution:
                 report = await self._reports.get()
                 await self._publish(report)
 
-    def spawn(self, work: Coroutine[None, None, None], name: str) -> None:
+    def spawn(self, work: Coroutine[None, None, T], name: str) -> asyncio.Task[T]:
         """Let ``work`` run beside, as long as this execution does."""
         assert self._tasks is not None, "run comes first"
-        self._tasks.create_task(work, name=name)
+        return self._tasks.create_task(work, name=name)
 
     async def start(
         self,
         claimed: Claimed,
         imported: Import = NOTHING_IMPORTED,
         num_cached_tokens: int = 0,
+        brought: Brought | None = None,
     ) -> None:
         """Give a claimed request to the engine. Whatever fails here ends or gives back the
-        request: the caller owes nothing any more.
+        request: the caller owes nothing any more, and holds nothing of what was ``brought``.
 
         Raises:
             EngineFailed: the engine has stopped, and with it this process; the router places the
@@ -183,14 +218,18 @@ class Execution:
         """
         if not self._claims.owes(claimed):
             self.release(claimed.key)  # cancelled before it began
+            if brought is not None:
+                brought.let_go()
             return
-        self._running[claimed.key] = Running(claimed, num_cached_tokens)
+        running = Running(claimed, num_cached_tokens, imported.num_tokens, brought)
+        self._running[claimed.key] = running
         try:
             request = self._request(claimed, imported)
             async with asyncio.timeout(_ADD_S):
                 await self._engine.prepare(request)
                 await self._engine.call(lambda engine: engine.add(request))
-        except EngineFailed:
+        except (EngineFailed, asyncio.CancelledError):
+            running.brought.let_go()
             raise
         except TimeoutError:
             busy = QueueFull(f"the engine did not answer in {_ADD_S:.0f} s")
@@ -213,7 +252,7 @@ class Execution:
             key=claimed.key,
             prompt_ids=claimed.prompt_ids,
             sampling=record.sampling,
-            salt=salt_of(record.revision, self._fingerprint, record.tenant, record.cache_salt),
+            salt=request_salt(record, self._fingerprint),
             tokens=claimed.tokens,
             finished=claimed.finished,
             hold_after_first=self._hand_over is not None and claimed.role == "prefill",
@@ -223,7 +262,7 @@ class Execution:
 
     def drop(self, claimed: Claimed) -> None:
         """Compute no more of a request that is not ours any more."""
-        if self._running.pop(claimed.key, None) is not None:
+        if self._forget(claimed.key) is not None:
             self.release(claimed.key)
 
     def drop_all(self) -> None:
@@ -231,12 +270,18 @@ class Execution:
         for running in list(self._running.values()):
             self.drop(running.claimed)
 
+    def _forget(self, key: str) -> Running | None:
+        running = self._running.pop(key, None)
+        if running is not None:
+            running.brought.let_go()
+        return running
+
     def release(self, key: str) -> None:
         """Give back what ``key`` holds in the engine."""
         self._engine.release(key)
 
     async def _abandon(self, claimed: Claimed, error: MeshError) -> None:
-        self._running.pop(claimed.key, None)
+        self._forget(claimed.key)
         self.release(claimed.key)
         if error.retryable:
             await self._claims.give_back(claimed, error.message)
@@ -253,11 +298,11 @@ class Execution:
             if (running := self._running.get(finished.key)) is not None:
                 self.spawn(self._end(running, finished), f"end {finished.key}")
         for held in report.held:
-            if (running := self._running.pop(held.key, None)) is not None:
+            if (running := self._forget(held.key)) is not None:
                 assert self._hand_over is not None, "nothing is held without a hand-over"
                 self._hand_over(running, held)
                 self._on_held()
-                self._log_stage(running, "held", held.num_cached_tokens)
+                self._log_stage(running, "held", held)
         for failed in report.failed:
             if (running := self._running.get(failed.key)) is not None:
                 error = EngineFailed(f"the engine failed on this request: {failed.message}")
@@ -285,7 +330,7 @@ class Execution:
         try:
             await self._write(running.reader, [delta], ask=ask)
         except PayloadTooLarge as error:
-            self._running.pop(running.claimed.key, None)
+            self._forget(running.claimed.key)
             refused = PayloadTooLarge(f"the prompt's logprobs: {error.message}", param="logprobs")
             self.spawn(self._abandon(running.claimed, refused), f"refuse {running.claimed.key}")
 
@@ -300,7 +345,7 @@ class Execution:
     async def _end(self, running: Running, finished: FinishedRequest) -> None:
         """Every token confirmed, then the end; through outages, until the deadline."""
         claimed = running.claimed
-        num_prompt = len(claimed.record.prompt_ids) // 4
+        num_prompt = running.num_prompt_tokens
         num_cached = min(running.num_cached_tokens + finished.num_cached_tokens, num_prompt)
         is_answered = claimed.record.sampling.max_tokens != 0  # else the one token is hidden
         entry = StreamEnd(
@@ -324,14 +369,17 @@ class Execution:
             outcome = "superseded" if seq is None else "ended"
         except DeadlineExceeded:
             outcome = "expired"
-        self._running.pop(claimed.key, None)
+        self._forget(claimed.key)
         self._claims.settle(claimed)
-        self._log_stage(running, outcome, finished.num_cached_tokens)
+        self._log_stage(running, outcome, finished)
 
-    def _log_stage(self, running: Running, outcome: str, num_cached_tokens: int) -> None:
-        """The canonical line of this stage, and the tokens found in the cache."""
-        self._metrics.tokens_cached.inc(num_cached_tokens)
+    def _log_stage(
+        self, running: Running, outcome: str, ended: HeldRequest | FinishedRequest
+    ) -> None:
+        """The canonical line of this stage, and where its prompt's KV came from."""
         claimed, now_s = running.claimed, time.perf_counter()
+        origins = running.origins(ended.num_cached_tokens, ended.num_host_tokens)
+        origins.count(self._metrics)
         first_s = running.first_token_s or now_s
         self._log.info(
             "request_executed",
@@ -339,8 +387,8 @@ class Execution:
             outcome=outcome,
             request_id=claimed.record.request_id,
             epoch=claimed.epoch,
-            prompt_tokens=len(claimed.record.prompt_ids) // 4,
-            cached_tokens=num_cached_tokens,
+            prompt_tokens=running.num_prompt_tokens,
+            **origins.facts(),
             new_tokens=running.num_new_tokens,
             first_token_ms=round((first_s - running.started_s) * 1000, 2),
             total_ms=round((now_s - running.started_s) * 1000, 2),

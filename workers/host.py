@@ -11,16 +11,20 @@ from dataclasses import dataclass, field
 from infra.log import Logger
 from infra.metrics import Metrics
 from infra.task_scope import task_scope
-from infra.transport.handover import PoolDoor
+from infra.transport.plan import SHM_ONLY, TransportPlan
 from schemas.control import Load
 from schemas.errors import EngineFailed, QueueFull
 from workers.engine.api import BlockStates, StepReport
 from workers.engine.engine import Engine
 from workers.engine.thread import EngineThread
-from workers.kv.api import BlockEvents
+from workers.kv.disk import DiskPlan
+from workers.kv.events import BlockLog
 from workers.kv.eviction import MAX_SHARE
 from workers.kv.intake import KvIntake
 from workers.kv.leases import LeaseBook
+from workers.kv.links import KvLinks, open_links
+from workers.kv.prefetch import Prefetch
+from workers.kv.prefix import make_prefetch
 from workers.kv.tiers import Tiers, make_tiers
 from workers.readiness import Readiness
 
@@ -33,8 +37,9 @@ def _nobody(report: StepReport) -> None:
 class Host:
     """An engine at work.
 
+    ``prefetch`` brings prefixes to its host tier, if it has one.
     ``listener`` gets its reports on the event loop; ``load`` is how busy it was when last asked,
-    and ``blocks`` what its blocks were there for.
+    and ``blocks`` what its blocks were there for. ``events`` has noted what its tiers hold.
     """
 
     readiness: Readiness
@@ -43,9 +48,11 @@ class Host:
     thread: EngineThread
     served: str
     leases: LeaseBook
-    door: PoolDoor
+    links: KvLinks
     intake: KvIntake
     tiers: Tiers
+    prefetch: Prefetch | None
+    events: BlockLog
     blocks: BlockStates
     listener: Callable[[StepReport], None] = _nobody
     load: Load = field(default_factory=Load)
@@ -59,19 +66,23 @@ async def running_host(
     metrics: Metrics,
     log: Logger,
     *,
-    events: BlockEvents | None = None,
     evicted_share: float = MAX_SHARE,
+    disk: DiskPlan | None = None,
+    transports: TransportPlan = SHM_ONLY,
 ) -> AsyncIterator[Host]:
     """A host from its engine's thread to its pool's door; everything is closed at the end.
 
     Args:
         served: the ``<model@rev>`` under which it is served.
         process: a name that no other process of this host has.
-        events: hears what the tiers hold; None: nobody does.
-        evicted_share: of the host tier, the most that makes room for others at once.
+        evicted_share: of the host tier, and of the disk, the most that makes room for others at
+            once.
+        disk: where blocks are kept over restarts; None: nowhere.
+        transports: how KV goes to other workers, and comes from them.
 
     Raises:
         EngineFailed: the engine broke; it needs a new process.
+        ConfigError: a transport can't work as it is set, or the disk's quota holds no block.
     """
     broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -79,33 +90,39 @@ async def running_host(
         if not broken.done():
             broken.set_exception(EngineFailed(f"the engine broke: {error}"))
 
-    tiers = make_tiers(engine, metrics, events=events, evicted_share=evicted_share)
+    events = BlockLog()
+    tiers = make_tiers(
+        engine, metrics, events=events, evicted_share=evicted_share, disk=disk, log=log
+    )
     thread = EngineThread(engine, lambda report: host.listener(report), on_fatal)
     leases = LeaseBook()
-    door = PoolDoor(engine.pool, process, leases.may_read, log)
-    host = Host(
-        engine=engine,
-        thread=thread,
-        served=served,
-        leases=leases,
-        door=door,
-        readiness=Readiness(thread=thread, door=door),
-        intake=KvIntake(thread, engine.pool, engine.info, metrics),
-        tiers=tiers,
-        blocks=engine.block_states(),
-    )
     async with AsyncExitStack() as stack:
         stack.callback(engine.pool.close)
         stack.callback(tiers.close)
         stack.push_async_callback(thread.stop)
-        stack.callback(host.intake.close)
         stack.callback(broken.cancel)
-        thread.start()
-        tiers.start(lambda: _collect(thread))
-        tasks = await stack.enter_async_context(task_scope())
-        tasks.create_task(_raise_when(broken), name="engine")
-        tasks.create_task(host.door.run(), name="kv door")
-        yield host
+        links = open_links(engine.pool, process, leases, transports, log)
+        async with links as open_ways, task_scope() as tasks:
+            host = Host(
+                engine=engine,
+                thread=thread,
+                served=served,
+                leases=leases,
+                links=open_ways,
+                readiness=Readiness(thread=thread, door=open_ways),
+                intake=KvIntake(thread, engine.pool, engine.info, open_ways.reader, metrics),
+                tiers=tiers,
+                prefetch=make_prefetch(engine, tiers, open_ways.reader, metrics, log),
+                events=events,
+                blocks=engine.block_states(),
+            )
+            stack.callback(host.intake.close)  # after the links: it waits for what they do
+            if host.prefetch is not None:
+                stack.callback(host.prefetch.close)
+            thread.start()
+            tiers.start(lambda: _collect(thread))
+            tasks.create_task(_raise_when(broken), name="engine")
+            yield host
 
 
 def _collect(thread: EngineThread) -> None:

@@ -35,8 +35,13 @@ from workers.claims import Claimed, Claims
 from workers.decode import Decode
 from workers.execution import Execution
 from workers.host import Host
-from workers.offers import Offers, PoolFacts
-from workers.prefill import Prefill
+from workers.kv.borrowing import BusLenders
+from workers.kv.event_publisher import EventPublisher
+from workers.kv.handles import PoolFacts
+from workers.kv.lending import Lending
+from workers.kv.prefix import lent_tier
+from workers.offers import Offers
+from workers.prefill import Prefill, Prefix
 
 _TOLD_S = 0.8  # of the grace time: when a drain gives back what has not ended
 _FLUSHED_S = 0.05  # of it: for the tokens written by then
@@ -67,20 +72,16 @@ class Incarnation:
             self._bus, chain, self.worker, log, on_settled=self._poke, may_claim=self._may_claim
         )
         self._writer = TokenWriter(self._bus)
-        self._offers = Offers(
-            self._bus,
-            self._claims,
-            self._writer,
-            host.thread,
-            PoolFacts(
-                memory=host.engine.pool,
-                fingerprint=info.fingerprint,
-                addresses=(host.door.address,),
-            ),
-            host.leases,
-            metrics,
-            log,
+        pool = PoolFacts(
+            memory=host.engine.pool,
+            fingerprint=info.fingerprint,
+            addresses=host.links.addresses,
         )
+        self._offers = Offers(
+            self._bus, self._claims, self._writer, host.thread, pool, host.leases, metrics, log
+        )
+        self._lending = self._make_lending(pool)
+        self._events = EventPublisher(self._bus, host.events, host.served, self.worker, log)
         self.execution = Execution(
             self._bus,
             self._claims,
@@ -112,6 +113,8 @@ class Incarnation:
             fingerprint=info.fingerprint,
             load=load,
             max_sequence_tokens=info.max_sequence_tokens,
+            block_size=info.block_size,
+            kv_seq=self._events.seq,
         )
 
     async def run(self) -> None:
@@ -125,6 +128,9 @@ class Incarnation:
                 tasks.create_task(self._writer.run(), name="token writer")
                 tasks.create_task(self.execution.run(), name="execution")
                 tasks.create_task(self._offers.run(), name="offers")
+                tasks.create_task(self._events.run(), name="kv events")
+                if self._lending is not None:
+                    tasks.create_task(self._lending.run(), name="lending")
                 tasks.create_task(self._watch(), name="watchdog")
                 tasks.create_task(self._audit_for_ever(), name="audit")
                 tasks.create_task(self._measure(), name="load")
@@ -138,12 +144,29 @@ class Incarnation:
             log.info("worker_ended", worker=self.worker, fenced=self._fenced.is_set())
             await cancels.unsubscribe()
 
+    # Prefixes --------------------------------------------------------------------------------
+
+    def _make_lending(self, pool: PoolFacts) -> Lending | None:
+        host, ctx = self._host, self._ctx
+        tier = lent_tier(host.engine, host.tiers)
+        if tier is None:
+            return None
+        return Lending(self._bus, self.worker, tier, pool, host.leases, ctx.metrics, ctx.log)
+
+    def _prefix(self) -> Prefix | None:
+        host = self._host
+        if host.prefetch is None:
+            return None
+        fingerprint = host.engine.info.fingerprint
+        lenders = BusLenders(self._bus, self.worker, fingerprint, self._ctx.log)
+        return Prefix(prefetch=host.prefetch, lenders=lenders)
+
     # Stages ----------------------------------------------------------------------------------
 
     def _make_stages(self) -> list[Stage[Any]]:
         stages: list[Stage[Any]] = []
         if "prefill" in self._config.roles:
-            prefill = Prefill(self._bus, self._claims, self.execution)
+            prefill = Prefill(self._bus, self._claims, self.execution, self._prefix())
             stages += self._both_queues("prefill", PrefillTask, prefill.handle)
         if "decode" in self._config.roles:
             decode_handler = Decode(
@@ -283,8 +306,8 @@ class Incarnation:
             await first.wait()
 
     async def _drain(self, stages: asyncio.Task[None]) -> None:
-        """Take nothing more, finish what runs, keep leases until they are read; what is left
-        near the end of the grace time is given back for others to go on with."""
+        """Take nothing more, finish what runs, keep leases until they are read, and lend until
+        then; what is left near the end of the grace time is given back for others to go on with."""
         for stage in self._stages:
             stage.stop()
         grace_s = self._config.grace_s
@@ -294,6 +317,8 @@ class Incarnation:
                 while self._claims.num_owed and not self._fenced.is_set():
                     self._changed.clear()
                     await self._changed.wait()
+                if self._lending is not None and not self._fenced.is_set():
+                    await self._lending.leave()
         except TimeoutError:
             self.execution.drop_all()
             await self._flush(_FLUSHED_S * grace_s)

@@ -2,45 +2,40 @@
 
 A held request's blocks stay in the engine while its lease stands. It ends when a reader releases
 it, or at its expiry when the request has gone on without it. A request that still waits for its
-decode worker gets its lease renewed, until its deadline.
+decode worker gets its lease renewed, and a reader that takes its time extends it, until the
+request's deadline.
+
+All leases of the worker end here, those on its loans too: readers say so on one subject.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from typing import cast
 
 from infra.bus import Bus, Msg, TokenWriter, publish_work
 from infra.log import Logger
 from infra.metrics import Metrics
 from infra.task_scope import task_scope
 from infra.transport.handover import checksums
-from infra.transport.shm import SharedPool
 from schemas import subjects
 from schemas.codec import decode, encode, pack_ids, tag_of
 from schemas.errors import BusUnavailable, DeadlineExceeded, MeshError, SchemaError
 from schemas.headers import WorkHeaders
-from schemas.kv import KvHandle, KvReady, LeaseRelease
+from schemas.kv import KvHandle, KvReady, LeaseRelease, LeaseRenew
 from workers.claims import Claimed, Claims
 from workers.engine.api import HeldRequest
 from workers.engine.thread import EngineThread
 from workers.execution import Running
 from workers.hops import HopTrace
+from workers.kv.handles import PoolFacts
 from workers.kv.leases import Lease, LeaseBook
 
 INLINE_RECORD_BYTES = 64 * 1024  # longer ones are read from mesh.v1.request.<id>
 _FLUSH_S = 2.0
+_Word = LeaseRelease | LeaseRenew
 _INLINE_CHECK_BYTES = 4 << 20  # 0.3 ms of checksums; more is done on another thread
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolFacts:
-    """What a handle says of the pool behind it."""
-
-    memory: SharedPool
-    fingerprint: str
-    addresses: tuple[str, ...]
 
 
 class Offers:
@@ -90,17 +85,21 @@ class Offers:
 
     def offer(self, running: Running, held: HeldRequest) -> None:
         """Give a lease on a held request's blocks and announce it."""
-        lease = self._leases.give(held.key, self._bus.times.lease_s, time.monotonic())
+        now_s = time.monotonic()
+        left_s = (running.claimed.record.deadline_unix_ms - self._bus.now_unix_ms()) / 1000
+        lease = self._leases.give(
+            held.key, self._bus.times.lease_s, now_s, now_s + left_s, on_end=self._end
+        )
         self._waiting[lease.lease_id] = running.claimed
         self._metrics.leases.set(len(self._leases))
         assert self._tasks is not None, "run comes first"
         self._tasks.create_task(self._announce(running, held, lease), name=f"offer {held.key}")
 
     async def run(self) -> None:
-        """Announce, hear releases and look after expiries, until cancelled."""
+        """Announce, hear readers and look after expiries, until cancelled."""
         async with task_scope() as self._tasks:
             subject = subjects.lease(self._claims.worker)
-            subscription = await self._bus.subscribe(subject, self._hear_release)
+            subscription = await self._bus.subscribe(subject, self._hear_reader)
             try:
                 while True:
                     await asyncio.sleep(self._bus.times.beat_s)
@@ -118,7 +117,7 @@ class Offers:
     def end_all(self) -> None:
         """Take every lease back: this worker id is given up."""
         for lease in self._leases.take_all():
-            self._end(lease, "expired")
+            lease.on_end(lease, "expired")
 
     async def _announce(self, running: Running, held: HeldRequest, lease: Lease) -> None:
         """The tokens confirmed, then KvReady; through outages, until the deadline."""
@@ -168,19 +167,10 @@ class Offers:
         )
 
     async def _handle(self, held: HeldRequest, lease: Lease) -> KvHandle:
-        memory, blocks = self._pool.memory, list(held.blocks)
-        return KvHandle(
-            lease_id=lease.lease_id,
-            secret=lease.secret,
-            owner=self._claims.worker,
-            fingerprint=self._pool.fingerprint,
-            num_tokens=held.num_tokens,
-            blocks=pack_ids(blocks),
-            generations=pack_ids(memory.generations[blocks].tolist()),
-            checksums=await self._checksums(blocks),
-            addresses=self._pool.addresses,
-            expires_unix_ms=self._bus.now_unix_ms() + int(self._bus.times.lease_s * 1000),
-        )
+        blocks = list(held.blocks)
+        checksums = await self._checksums(blocks)
+        owner = self._claims.worker
+        return self._pool.handle(self._bus, owner, lease, blocks, held.num_tokens, checksums)
 
     async def _checksums(self, blocks: list[int]) -> bytes:
         memory = self._pool.memory
@@ -188,20 +178,27 @@ class Offers:
             return checksums(memory, blocks)
         return await asyncio.to_thread(checksums, memory, blocks)
 
-    def _hear_release(self, message: Msg) -> None:
+    def _hear_reader(self, message: Msg) -> None:
         try:
-            release = decode(message.data, LeaseRelease)
+            word = decode(message.data, cast("type[_Word]", _Word))
         except SchemaError as error:
             self._log.warning("lease_message_refused", reason=error.message)
             return
-        lease = self._leases.release(release.lease_id, release.secret)
+        if isinstance(word, LeaseRenew):
+            lease_s, now_s = self._bus.times.lease_s, time.monotonic()
+            self._leases.extend(word.lease_id, word.secret, lease_s, now_s)
+            return
+        lease = self._leases.release(word.lease_id, word.secret)
         if lease is not None:
-            self._end(lease, "released")
+            lease.on_end(lease, "released")
 
     async def _settle_expired(self, lease: Lease) -> None:
         claimed = self._waiting.get(lease.lease_id)
-        if claimed is None:
-            return  # it ended while another was looked at
+        if claimed is None:  # a loan, or it ended while another was looked at
+            is_over = lease.expires_s <= time.monotonic()  # nor was it extended meanwhile
+            if is_over and self._leases.take_off(lease.lease_id):
+                lease.on_end(lease, "expired")
+            return
         if self._bus.now_unix_ms() < claimed.record.deadline_unix_ms:
             try:
                 if await self._claims.is_last(claimed):

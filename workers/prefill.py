@@ -1,6 +1,7 @@
 """Prefill: turn a prompt into KV blocks that another worker can read.
 
 Consumes   mesh.v1.prefill.<model@rev>.<worker|any>            PrefillTask
+Asks       mesh.v1.kv-lend.<worker>                            KvLend: others' blocks
 Publishes  mesh.v1.token-stream.<reader>.claim.<id>            Claim; StreamEnd, StreamError
            mesh.v1.token-stream.<reader>.tokens                the next token (token 0 at first)
            mesh.v1.kv-ready.<model@rev>                        KvReady
@@ -11,39 +12,73 @@ Fails      the record is gone -> StreamError;  no progress in three epochs -> Po
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import dataclass
+
 from infra.bus import Bus
 from pipeline.stage import Handled, Work
 from schemas.errors import MeshError
 from schemas.prefill import PrefillTask
+from schemas.requests import RequestRecord
 from workers.claims import Claimed, Claims
 from workers.execution import Execution
+from workers.kv.borrowing import Lenders
+from workers.kv.prefetch import Bringing, Prefetch
 from workers.stored_tokens import with_stored_tokens
 
 
-class Prefill:
-    """The prefill stage's handler."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefix:
+    """Where prefixes come from that the engine does not have."""
 
-    def __init__(self, bus: Bus, claims: Claims, execution: Execution) -> None:
+    prefetch: Prefetch
+    lenders: Lenders
+
+
+class Prefill:
+    """The prefill stage's handler.
+
+    Args:
+        prefix: brings prefixes that are elsewhere; None: they are computed.
+    """
+
+    def __init__(
+        self, bus: Bus, claims: Claims, execution: Execution, prefix: Prefix | None = None
+    ) -> None:
         self._bus = bus
         self._claims = claims
         self._execution = execution
+        self._prefix = prefix
 
     async def handle(self, work: Work[PrefillTask]) -> Handled:
-        """Claim, find the tokens that exist, give it to the engine."""
+        """Claim while a known prefix is being fetched, find the tokens that exist, give it to the
+        engine."""
         task = work.message
         await self._execution.trace.mark(task.request_id, "prefill_received")
         with self._claims.attempt(task) as is_first:
             if not is_first:
                 return Handled(outcome="repeated")
             record = await self._claims.record_of(task)
-            claimed = await self._claims.claim(work, record, "prefill")
+            bringing, claimed = self._bring(task, record), None
+            try:
+                claimed = await self._claims.claim(work, record, "prefill")
+            finally:
+                if claimed is None:
+                    _drop(bringing)
         if claimed is None:
             return Handled(outcome="superseded")
-        start = self._start(claimed, is_new=task.after_seq == 0)
+        start = self._start(claimed, bringing, is_new=task.after_seq == 0)
         self._execution.spawn(start, f"start {claimed.key}")
         return Handled(outcome="claimed")
 
-    async def _start(self, claimed: Claimed, *, is_new: bool) -> None:
+    def _bring(self, task: PrefillTask, record: RequestRecord) -> Bringing | None:
+        prefix = self._prefix
+        if prefix is None or not prefix.prefetch.has_use(task.kv_sources):
+            return None
+        work = prefix.prefetch.bring(record, task.kv_sources, prefix.lenders)
+        return Bringing(self._execution.spawn(work, f"bring {task.request_id}"))
+
+    async def _start(self, claimed: Claimed, bringing: Bringing | None, *, is_new: bool) -> None:
         """The claim is stored: from here on the request is ours to end or to give back."""
         try:
             if not is_new:
@@ -51,7 +86,17 @@ class Prefill:
                     claimed.record,
                     lambda: with_stored_tokens(self._bus, self._claims.chain, claimed),
                 )
+            brought = None if bringing is None else await bringing.complete()
         except MeshError as error:
+            _drop(bringing)
             await self._claims.fail(claimed, error)
+        except asyncio.CancelledError:
+            _drop(bringing)
+            raise
         else:
-            await self._execution.start(claimed)
+            await self._execution.start(claimed, brought=brought)
+
+
+def _drop(bringing: Bringing | None) -> None:
+    if bringing is not None:
+        bringing.drop()

@@ -18,6 +18,7 @@ from schemas.control import Beat
 from workers.factory import build_engine
 from workers.host import Host, running_host
 from workers.incarnation import Incarnation
+from workers.kv.disk import DiskPlan
 
 
 async def serve_worker(ctx: RoleContext, config: WorkerConfig) -> None:
@@ -26,6 +27,7 @@ async def serve_worker(ctx: RoleContext, config: WorkerConfig) -> None:
     Raises:
         ModelUnsupported: the model can't be loaded.
         EngineFailed: the engine broke; a new process is needed.
+        ConfigError: UCX can't work at the address that it was given.
     """
     engine, served = await asyncio.to_thread(build_engine, config)
     async with running_host(
@@ -35,6 +37,8 @@ async def serve_worker(ctx: RoleContext, config: WorkerConfig) -> None:
         ctx.metrics,
         ctx.log,
         evicted_share=config.kv_evicted_share,
+        disk=DiskPlan.of(config),
+        transports=config.transports,
     ) as host:
         await serve(ctx, config, host)
 

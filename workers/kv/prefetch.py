@@ -25,7 +25,7 @@ from workers.engine.api import EngineInfo
 from workers.kv.api import BlockName, HostTier
 from workers.kv.borrowing import Lenders
 from workers.kv.fetching import BlockReader, Fetching, Moved, NotFetched, Outcome
-from workers.kv.worth import DISK, Fetch, Holder, Links, Need, plan
+from workers.kv.worth import DISK, Fetch, Holder, LinkSpeeds, Need, plan
 
 ID_BYTES = 4  # of a token in a record
 _MAX_PARTS = 4  # fetches, and waits for those of others, for one prompt
@@ -134,7 +134,7 @@ class Prefetch:
         metrics: Metrics,
         log: Logger,
     ) -> None:
-        self.links = Links()
+        self.links = LinkSpeeds()
         self._tier = tier
         self._disk = disk
         self._engine = engine

@@ -45,7 +45,7 @@ class _Link:
         self.read_s = _KEEP * self.read_s + read_s
 
 
-class Links:
+class LinkSpeeds:
     """How fast blocks come from each other worker. One worker is always read over the same
     transport, so its name stands for that, too.
 
