@@ -115,17 +115,15 @@ def take(book: IndexBook, said: Said) -> None:
             return
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_after_100_000_events_lost_at_random_the_index_is_true(seed: int) -> None:
+def test_after_100_000_events_lost_at_random_the_index_is_true() -> None:
     """Batches are lost, doubled and late, beats too, snapshots are taken in between: at the end
     the index says of each worker what it holds, in each tier, and nothing else."""
-    rng = random.Random(seed)
+    rng = random.Random(1)
     index = RadixIndex(100_000)
     book = IndexBook(index)
     air = Air(rng, book)
     all_said = [Said(f"w{number}") for number in range(4)]
-    num_notes = 50_000
-    for number in range(num_notes):
+    for number in range(100_000):
         said = rng.choice(all_said)
         note(rng, said)
         if number % 10 == 0:

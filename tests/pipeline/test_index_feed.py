@@ -191,7 +191,7 @@ async def test_thousands_of_events_on_a_bus_that_loses_some(place: Place, connec
             await place.until(lambda seq=seq: peers[0].publisher.seq > seq)
     await place.until(lambda: place.is_true(control))
     control.index.check_invariants()
-    assert sum(bus.num_lost for bus in lossy) > 5
+    assert sum(bus.num_lost for bus in lossy) > 0
     assert control.value("mesh_kv_index_gaps_total") > 0
 
 

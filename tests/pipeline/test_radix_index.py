@@ -42,7 +42,7 @@ class Naive:
         return self.held.setdefault(worker, {tier: set() for tier in TIERS})
 
     def blocks(self, worker: str) -> dict[bytes, tuple[KvTier, ...]]:
-        sets = self.of(worker)
+        sets = self.held.get(worker, {tier: set() for tier in TIERS})
         return {
             one: tuple(tier for tier in TIERS if one in sets[tier])
             for one in set().union(*sets.values())

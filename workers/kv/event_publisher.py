@@ -62,8 +62,6 @@ class EventPublisher:
 
     async def run(self) -> None:
         """Publish and answer, until cancelled. One at a time per ``BlockLog``."""
-        loop = asyncio.get_running_loop()
-        self._blocks.on_change = lambda: loop.call_soon_threadsafe(self._has_news.set)
         questions = await self._bus.subscribe(subjects.kv_snapshot(self._worker), self._hear)
         try:
             async with task_scope() as tasks:
@@ -85,7 +83,9 @@ class EventPublisher:
 
     async def _begin(self) -> None:
         """What was noted before belongs to no number of ours."""
+        loop = asyncio.get_running_loop()
         async with self._saying:
+            self._blocks.on_change = lambda: loop.call_soon_threadsafe(self._has_news.set)
             self._blocks.cut()
             if len(self._blocks):
                 await self._say(Changes(is_gap=True))
