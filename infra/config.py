@@ -241,7 +241,7 @@ class WorkerConfig:
                 "worker.kv_disk needs worker.kv_host_memory: blocks go by way of it",
                 param="worker.kv_host_memory",
             )
-        if directory.exists() and not directory.is_dir():
+        if os.path.exists(directory) and not os.path.isdir(directory):
             raise ConfigError(f"worker.kv_disk {directory} is no directory", param="worker.kv_disk")
 
     @property

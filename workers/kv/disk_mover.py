@@ -141,7 +141,10 @@ class DiskMover:
             if self._closing.wait(_OPEN_RETRY_S):
                 return
         while (block := self._next_save()) is not None:
-            self._save(block)
+            try:
+                self._save(block)
+            except Exception:
+                self._log.error("kv_disk_save_failed", exc_info=True)
 
     def _next_save(self) -> BlockName | None:
         """Waits for one, before the end; None ends the thread."""
@@ -177,7 +180,7 @@ class DiskMover:
     # ---- disk -> host ----------------------------------------------------------------------
 
     def num_leading(self, hashes: Sequence[bytes]) -> int:
-        """How many of the first ``hashes`` the disk has, while it can be read. Waits for nothing."""
+        """How many of the first ``hashes`` the disk has, and can be read now. Waits for nothing."""
         return self.tier.num_leading(hashes)
 
     def read_s(self, num_blocks: int) -> float:
