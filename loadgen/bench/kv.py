@@ -27,6 +27,7 @@ SECTIONS: dict[str, str] = {
     "disk": "loadgen.bench.kv_disk",
     "eviction": "loadgen.bench.kv_eviction",
     "index": "loadgen.bench.kv_index",
+    "links": "loadgen.bench.kv_links",
 }
 
 

@@ -100,7 +100,8 @@ class Connection:
             return
         self._is_closed = True
         self._turns.end(KvLost(reason))
-        _end(self._link, self._writer)
+        self._link.close(reason)
+        self._writer.transport.abort()  # what was not sent is of no use
 
     async def ask(self, handle: KvHandle, chunk: Chunk) -> Asked:
         """Ask for a chunk when it is our turn; it has to be given back by ``done_with``.
@@ -135,7 +136,7 @@ class Connection:
         """
         await asyncio.wait([asked.ended], timeout=STALLED_S)  # cancelled, it goes on
         if not asked.ended.done():
-            self.close(f"nothing came for {STALLED_S:.0f} s")
+            self.close(f"nothing came for {STALLED_S:g} s")
         asked.ended.result()
 
     def done_with(self, asked: Asked) -> None:

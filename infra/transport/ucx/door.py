@@ -96,7 +96,11 @@ class UcxDoor:
             return guest
 
     async def _serve(self, guest: socket.socket, number: int) -> None:
-        stream, writer = await asyncio.open_connection(sock=guest)
+        try:
+            stream, writer = await asyncio.open_connection(sock=guest)
+        except OSError:
+            guest.close()  # it left at once
+            return
         try:
             async with asyncio.timeout(_ENTER_S):
                 enter = await read_frame(stream, Enter)

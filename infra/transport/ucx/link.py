@@ -68,7 +68,7 @@ def _devices(host: str) -> str:
     return "" if has_rdma and names[0] != "lo" else names[0]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _UnderWay:
     request: Any
     buffer: Bytes  # lives until UCX is done with it
@@ -130,7 +130,7 @@ class UcxLink:
         """
         return self._begin(self._worker.tag_recv, message, tag)
 
-    def close(self) -> None:
+    def close(self, reason: str = "the connection was closed") -> None:
         """End everything that is under way; no buffer is touched afterwards."""
         if self._is_closed:
             return
@@ -138,7 +138,7 @@ class UcxLink:
         self._loop.remove_reader(self._descriptor)
         self._cancel()
         for one in self._under_way:
-            _fail(one.ended, KvLost("the connection was closed"))
+            _fail(one.ended, KvLost(reason))
         self._under_way.clear()
         self._endpoint = None
         self._worker = None

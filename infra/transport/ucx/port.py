@@ -10,7 +10,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 
 from infra.log import Logger
 from infra.task_scope import task_scope
@@ -58,8 +58,11 @@ class UcxPort:
 
     def start(self) -> None:
         """Serve and read from now on."""
+        self.ended.set_running_or_notify_cancel()  # who waits for it can't cancel it
         self._thread.start()
         self._is_up.wait()
+        if self.ended.done():
+            self.ended.result()
 
     def stop(self) -> None:
         """End every transfer; wait for the thread."""
@@ -83,11 +86,18 @@ class UcxPort:
         loop = self._loop
         if loop is None or self.ended.done():
             raise KvLost("UCX is not at work here")
-        reading = self._reader.read(address, handle, into, slots, timeout_s)
+        read = self._reader.read(address, handle, into, slots, timeout_s)
         try:
-            asyncio.run_coroutine_threadsafe(reading, loop).result()
-        except (CancelledError, RuntimeError) as error:
-            reading.close()
+            reading = asyncio.run_coroutine_threadsafe(read, loop)
+        except RuntimeError as error:
+            read.close()
+            raise KvLost("UCX was stopped") from error
+        wait((reading, self.ended), return_when=FIRST_COMPLETED)
+        if not reading.done():  # it came too late for a loop that has ended
+            raise KvLost("UCX was stopped")
+        try:
+            reading.result()
+        except CancelledError as error:
             raise KvLost("UCX was stopped") from error
 
     async def until_ended(self) -> None:
