@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 _KEPT = 0.9  # of what was measured, with each new measurement: the last ten or so count
 _FEWEST_TOKENS = 32  # a step of less is no prefill
-_TOKEN_S = 1e-4  # before anything is measured: fast, a small model on a large GPU
+_TOKEN_S = 5e-4  # before anything is measured: a large CPU or a small GPU
 
 
 class Rate:

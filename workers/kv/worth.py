@@ -20,9 +20,9 @@ DISK = "disk"  # the name of our own as a holder; others are called as their wor
 WAIT_SHARE = 0.5  # of the computing that it saves: what a fetch may take, predicted and in fact
 _KEEP = 0.8  # of the weight of what was seen before, with each new measurement
 _MAX_LINKS = 256
-# Before anything is measured: a slow link, so that what is fetched in the beginning is worth it.
+# Before anything is measured.
 _ASK_S = 5e-3
-_BYTES_PER_S = 500e6
+_BYTES_PER_S = 1e9
 
 
 @dataclass(slots=True)
