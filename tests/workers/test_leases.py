@@ -1,4 +1,4 @@
-"""The lease book: a lease ends once, whoever ends it."""
+"""The lease book: a lease ends once, whoever ends it, and lasts as long as it was told to."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 from workers.kv.leases import Lease, LeaseBook
 
 LEASE_S = 10.0
+MAX_S = 25.0  # after which no reader's word counts
 
 
 class Leases(RuleBasedStateMachine):
-    """Gives, readers' releases (right, wrong and repeated), expiries and renewals in any order,
-    against a model that keeps who stands until when."""
+    """Gives, readers' releases and extensions (right, wrong and repeated), expiries and renewals in
+    any order, against a model that keeps who stands until when."""
 
     given = Bundle("given")
 
@@ -30,7 +31,8 @@ class Leases(RuleBasedStateMachine):
     @rule(target=given)
     def give(self) -> Lease:
         self.num_keys += 1
-        lease = self.book.give(f"key-{self.num_keys}", LEASE_S, self.now_s)
+        until_s = self.now_s + MAX_S
+        lease = self.book.give(f"key-{self.num_keys}", LEASE_S, self.now_s, until_s)
         assert lease.lease_id not in self.stands
         self.stands[lease.lease_id] = self.now_s + LEASE_S
         return lease
@@ -59,6 +61,19 @@ class Leases(RuleBasedStateMachine):
         if lease.lease_id in self.stands:
             self.stands[lease.lease_id] = self.now_s + LEASE_S
 
+    @rule(lease=given, knows_secret=st.booleans())
+    def extend(self, lease: Lease, knows_secret: bool) -> None:
+        lease_id, before_s = lease.lease_id, self.stands.get(lease.lease_id)
+        secret = lease.secret if knows_secret else b"wrong"
+        extended = self.book.extend(lease_id, secret, LEASE_S, self.now_s)
+        if knows_secret and before_s is not None:
+            assert extended is lease
+            wanted_s = min(self.now_s + LEASE_S, lease.until_s)
+            self.stands[lease_id] = max(before_s, wanted_s)
+        else:
+            assert extended is None
+            self.num_refused += 1
+
     @rule(seconds=st.sampled_from([0.0, 1.0, LEASE_S, 3 * LEASE_S]))
     def wait(self, seconds: float) -> None:
         self.now_s += seconds
@@ -83,6 +98,8 @@ class Leases(RuleBasedStateMachine):
         overdue = {lease_id for lease_id, until in self.stands.items() if until <= self.now_s}
         assert {lease.lease_id for lease in self.book.expired(self.now_s)} == overdue
         assert len(self.ended) == len(set(self.ended)), "a lease ended twice"
+        for lease_id, until_s in self.stands.items():
+            assert self.book._leases[lease_id].expires_s == until_s
 
     def _end(self, lease: Lease) -> None:
         del self.stands[lease.lease_id]
@@ -100,6 +117,25 @@ def test_a_held_request_has_one_lease() -> None:
     book.give("key", LEASE_S, 0)
     with pytest.raises(AssertionError, match="two leases"):
         book.check_invariants()
+
+
+def test_the_same_word_twice_extends_once() -> None:
+    """A message that the bus delivers again, or late, neither adds time nor takes any."""
+    book = LeaseBook()
+    lease = book.give("key", LEASE_S, 0)
+    for now_s, expires_s in ((4, 14), (4, 14), (2, 14), (9, 19)):
+        assert book.extend(lease.lease_id, lease.secret, LEASE_S, now_s) is lease
+        assert lease.expires_s == expires_s
+
+
+def test_nobody_reads_for_ever() -> None:
+    """However often a reader says that it is at it: the request's deadline ends the lease."""
+    book = LeaseBook()
+    lease = book.give("key", LEASE_S, 0, until_s=15)
+    for now_s in (5, 9, 12):
+        book.extend(lease.lease_id, lease.secret, LEASE_S, now_s)
+    assert book.expired(14.9) == []
+    assert book.expired(15) == [lease]
 
 
 def test_secrets_cannot_be_guessed_from_one_another() -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 
+import msgspec
 import pytest
 
 from infra.bus import Msg
 from schemas import subjects
 from schemas.codec import decode, encode, unpack_ids
 from schemas.errors import PayloadTooLarge
-from schemas.kv import KvReady, LeaseRelease
+from schemas.kv import KvReady, LeaseRelease, LeaseRenew
 from schemas.requests import RequestRecord
 from schemas.tokens import StreamError
 from tests.workers.engine.simulated_engines import BLOCK_SIZE
@@ -100,6 +101,23 @@ async def test_a_release_needs_the_secret_and_counts_once(place: Workplace) -> N
     assert worker.ctx.metrics.leases_ended.labels("released")._value.get() == 1
     await place.until_idle()
     assert len(worker.incarnations) == 1
+
+
+async def test_a_reader_that_takes_its_time_extends_its_lease(place: Workplace) -> None:
+    """By its word, with the secret; guesses and words after the end change nothing."""
+    worker, _, ready = await offered(place)
+    subject = subjects.lease(worker.now.worker)
+    (lease,) = worker.host.leases._leases.values()
+    lease.expires_s = early_s = lease.expires_s - place.bus.times.lease_s / 2
+    right = LeaseRenew(lease_id=ready.handle.lease_id, secret=ready.handle.secret)
+    await place.bus.publish(subject, encode(msgspec.structs.replace(right, secret=b"guess")))
+    await until(lambda: worker.host.leases.num_refused == 1)
+    await place.bus.publish(subject, encode(right))
+    await until(lambda: lease.expires_s > early_s)
+    await release(place, worker, ready)
+    await place.bus.publish(subject, encode(right))
+    await until(lambda: worker.host.leases.num_refused == 2)
+    await place.until_idle()
 
 
 async def test_a_lease_is_renewed_while_its_request_waits(place: Workplace) -> None:
