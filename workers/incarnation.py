@@ -141,6 +141,8 @@ class Incarnation:
         finally:
             self.execution.drop_all()
             self._offers.end_all()
+            if self._host.prefetch is not None:
+                self._host.prefetch.let_all_go()
             log.info("worker_ended", worker=self.worker, fenced=self._fenced.is_set())
             await cancels.unsubscribe()
 

@@ -73,9 +73,10 @@ class Prefill:
 
     def _bring(self, task: PrefillTask, record: RequestRecord) -> Bringing | None:
         prefix = self._prefix
-        if prefix is None or not prefix.prefetch.has_use(task.kv_sources):
+        others = [one for one in task.kv_sources if one.worker != self._claims.worker]
+        if prefix is None or not prefix.prefetch.has_use(others):
             return None
-        work = prefix.prefetch.bring(record, task.kv_sources, prefix.lenders)
+        work = prefix.prefetch.bring(record, others, prefix.lenders)
         return Bringing(self._execution.spawn(work, f"bring {task.request_id}"))
 
     async def _start(self, claimed: Claimed, bringing: Bringing | None, *, is_new: bool) -> None:

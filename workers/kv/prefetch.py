@@ -18,16 +18,15 @@ from typing import Any, Protocol
 
 from infra.log import Logger
 from infra.metrics import Metrics
-from pipeline.prefix_hash import iter_prefix_hashes, request_salt
 from schemas.kv import KvSource
 from schemas.requests import RequestRecord
 from workers.engine.api import EngineInfo
 from workers.kv.api import BlockName, HostTier
 from workers.kv.borrowing import Lenders
 from workers.kv.fetching import BlockReader, Fetching, Moved, NotFetched, Outcome
+from workers.kv.prompt import Prompt, prompt_of
 from workers.kv.worth import DISK, Fetch, Holder, LinkSpeeds, Need, plan
 
-ID_BYTES = 4  # of a token in a record
 _MAX_PARTS = 4  # fetches, and waits for those of others, for one prompt
 _HASHED_AT_ONCE_BYTES = 16 << 10  # 4,096 tokens: under a millisecond
 _LEFT_ALONE_S = 10.0  # a link that failed; about as long as a dead worker is still in the index
@@ -56,32 +55,7 @@ class Engine(Protocol):
         """How long the positions ``[start, end)`` of a prompt will take."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
-    """The full blocks of a prompt that could be used (its last token is always computed)."""
-
-    blocks: tuple[BlockName, ...]
-    num_tokens: int
-
-
-def prompt_of(record: RequestRecord, info: EngineInfo) -> Prompt:
-    """The blocks of a request's prompt, as its engine hashes them. Where the prompt's logprobs are
-    wanted none is of use: they come of computing it."""
-    num_tokens = len(record.prompt_ids) // ID_BYTES
-    num_usable = (num_tokens - 1) // info.block_size
-    if record.sampling.prompt_logprobs is not None:
-        num_usable = 0
-    salt = request_salt(record, info.fingerprint)
-    usable = record.prompt_ids[: num_usable * info.block_size * ID_BYTES]
-    hashes = list(iter_prefix_hashes(usable, info.block_size, salt))
-    blocks = tuple(
-        BlockName(block_hash=own, parent=parent)
-        for own, parent in zip(hashes, [salt, *hashes], strict=False)
-    )
-    return Prompt(blocks=blocks, num_tokens=num_tokens)
-
-
-@dataclass(slots=True, kw_only=True)
+@dataclass(eq=False, slots=True, kw_only=True)
 class Brought:
     """What was done for one prompt: tokens by where they came from, and a hold on them."""
 
@@ -143,10 +117,16 @@ class Prefetch:
         self._log = log
         self._fetching = Fetching(tier, reader, info.fingerprint)
         self._under_way: dict[bytes, asyncio.Event] = {}  # by block, while it is fetched
+        self._held: set[Brought] = set()
 
     def close(self) -> None:
         """Wait for the reads that run, drop those that wait."""
         self._fetching.close()
+
+    def let_all_go(self) -> None:
+        """Whoever wanted prefixes is gone."""
+        for brought in list(self._held):
+            brought.let_go()
 
     def has_use(self, sources: Sequence[KvSource]) -> bool:
         """Whether there is anything beside the host tier to look into."""
@@ -218,7 +198,13 @@ class Prefetch:
         """Pin what the host tier has beyond the device: eviction must not take it back before
         the engine comes to it."""
         pin = self._tier.pin(hashes[self._engine.num_cached(hashes) :])
-        brought._unpin = lambda: self._tier.unpin(pin)
+
+        def unpin() -> None:
+            self._held.discard(brought)
+            self._tier.unpin(pin)
+
+        brought._unpin = unpin
+        self._held.add(brought)
 
     # ---- fetching ------------------------------------------------------------------------
 
