@@ -24,8 +24,10 @@ from infra.config import BusConfig, WorkerConfig
 from infra.health import Health
 from infra.metrics import Metrics
 from infra.process import RoleContext
+from infra.transport.plan import SHM_ONLY, TransportPlan
 from pipeline.claim_chain import ClaimChain
 from pipeline.ownership import RequestView
+from pipeline.placement import PrefillPlace
 from pipeline.router import Router
 from pipeline.stage import Stage, StageContext, parse_as
 from schemas import subjects
@@ -33,7 +35,7 @@ from schemas.codec import encode, pack_ids, tag_of
 from schemas.control import CancelWord
 from schemas.errors import SchemaError
 from schemas.headers import WorkHeaders
-from schemas.kv import KvReady
+from schemas.kv import KvReady, KvSource
 from schemas.prefill import PrefillTask
 from schemas.requests import RequestRecord, SamplingParams
 from schemas.tokens import (
@@ -102,8 +104,10 @@ class Decider:
     def __init__(self) -> None:
         self.decode = subjects.ANY
 
-    def prefill_worker(self, record: RequestRecord) -> str:
-        return subjects.ANY
+    knows_prefixes = False
+
+    def place_prefill(self, record: RequestRecord) -> PrefillPlace:
+        return PrefillPlace(worker=subjects.ANY)
 
     def decode_worker(self, served: str, ready: KvReady) -> str:
         return self.decode
@@ -207,13 +211,18 @@ class Workplace:
         role: str,
         *,
         num_blocks: int = 64,
+        num_host_blocks: int = 0,
         max_num_sequences: int = 8,
         grace_s: float = 5.0,
         starts: bool = True,
+        transports: TransportPlan = SHM_ONLY,
     ) -> Worker:
         """A worker, serving unless ``starts`` says otherwise."""
         engine = make_engine(
-            num_blocks, max_num_sequences=max_num_sequences, runner_class=GatedRunner
+            num_blocks,
+            num_host_blocks=num_host_blocks,
+            max_num_sequences=max_num_sequences,
+            runner_class=GatedRunner,
         )
         runner = engine.runner
         assert isinstance(runner, GatedRunner)
@@ -237,7 +246,7 @@ class Workplace:
             grace_s=grace_s,
         )
         host = await self._hosts.enter_async_context(
-            running_host(engine, SERVED, process, ctx.metrics, log)
+            running_host(engine, SERVED, process, ctx.metrics, log, transports=transports)
         )
         self.workers[name] = Worker(ctx=ctx, host=host, config=config, runner=runner)
         if starts:
@@ -343,6 +352,7 @@ class Workplace:
         after_seq: int = 0,
         worker: str = subjects.ANY,
         is_inline: bool = True,
+        kv_sources: Sequence[KvSource] = (),
     ) -> None:
         """Put its prefill task into a queue."""
         task = PrefillTask(
@@ -351,6 +361,7 @@ class Workplace:
             after_seq=after_seq,
             reader=record.reader,
             record=record if is_inline else None,
+            kv_sources=tuple(kv_sources),
         )
         await self.place_task(task, subjects.prefill(SERVED, worker), record.deadline_unix_ms)
 

@@ -78,9 +78,11 @@ def make_engine(
     *,
     max_batch_tokens: int = 16,
     max_num_sequences: int = 8,
+    num_host_blocks: int = 0,
     runner_class: type[SimulatedRunner] = StrictRunner,
 ) -> Engine:
-    pool = SharedPool(num_blocks, BLOCK_SIZE * ENTRY_BYTES)
+    """``num_host_blocks``: what its memory has for a host tier, which it does not use by itself."""
+    pool = SharedPool(num_blocks + num_host_blocks, BLOCK_SIZE * ENTRY_BYTES)
     runner: Runner = runner_class(pool, info_of(num_blocks), answer_ids(), CostModel.instant())
     config = EngineConfig(max_batch_tokens=max_batch_tokens, max_num_sequences=max_num_sequences)
     return Engine(runner, pool, vocabulary(), config)
