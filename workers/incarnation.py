@@ -203,8 +203,8 @@ class Incarnation:
     def _free_slots(self) -> int:
         """How many more sequences the engine would run: every one that is owed takes a place
         until it is held; so does every task that is being claimed."""
-        if not self._host.readiness.is_able:
-            return 0
+        if not self._host.readiness.is_able or not self._may_claim():
+            return 0  # what one who has just woken pulls would wait for its ack's time to be over
         claiming = sum(stage.num_running for stage in self._stages)
         return self._config.max_num_sequences - self._num_busy - claiming
 

@@ -187,6 +187,14 @@ async def test_a_worker_that_was_frozen_gives_itself_up(place: Workplace) -> Non
     place.check(record, await place.answer(record))
 
 
+async def test_a_worker_that_has_just_woken_offers_no_room(place: Workplace) -> None:
+    """What it pulled before it has given itself up would wait until its ack is overdue."""
+    worker = await place.worker("b", "both")
+    await until(lambda: worker.incarnations and make_beat(worker).load.num_free_slots > 0)
+    time.sleep(place.bus.times.dead_s + 0.2)  # noqa: ASYNC251 - nothing of this process runs
+    assert make_beat(worker).load.num_free_slots == 0, "before its watchdog has run"
+
+
 async def test_a_worker_whose_request_was_taken_over_gives_itself_up(place: Workplace) -> None:
     """It runs a request that another has claimed: somebody takes it for dead, and has placed
     everything else that it runs as well."""
