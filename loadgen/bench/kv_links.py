@@ -151,7 +151,8 @@ def _by_turns(
     ours: Callable[[], None], theirs: Callable[[], None], turns: int
 ) -> tuple[float, float]:
     """Medians in seconds; the first turn of each is for warming up."""
-    ours(), theirs()
+    ours()
+    theirs()
     seconds = [(_seconds(ours), _seconds(theirs)) for _ in range(turns)]
     return statistics.median(s for s, _ in seconds), statistics.median(s for _, s in seconds)
 

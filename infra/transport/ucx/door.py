@@ -12,6 +12,7 @@ import socket
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 
 import numpy as np
 
@@ -81,9 +82,12 @@ class UcxDoor:
                 number = self._num_entered
                 task = tasks.create_task(self._serve(guest, number), name=f"kv guest {number}")
                 self._guests[number] = task
-                task.add_done_callback(lambda _, number=number: self._guests.pop(number, None))
+                task.add_done_callback(partial(self._forget, number))
                 if len(self._guests) > _MAX_GUESTS:
                     next(iter(self._guests.values())).cancel()
+
+    def _forget(self, number: int, _: object) -> None:
+        self._guests.pop(number, None)
 
     async def _accept(self) -> socket.socket:
         while True:

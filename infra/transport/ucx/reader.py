@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from infra.failure import first_mesh_error
 from infra.task_scope import task_scope
@@ -130,15 +131,17 @@ class _Transfer:
         async with asyncio.TaskGroup() as tasks:
             for chunk in chunks_of(self._wanted.blocks, self._into.block_bytes):
                 asked = await self._connection.ask(self._handle, chunk)
-                tasks.create_task(self._take_in(chunk, asked))
+                landing = tasks.create_task(self._take_in(chunk, asked))
+                # Not in the task: one that is cancelled before it begins runs no line.
+                landing.add_done_callback(partial(self._done_with, asked))
         assert not self._num_missing, "the chunks are all of it"
 
     async def _take_in(self, chunk: Chunk, asked: Asked) -> None:
-        try:
-            await self._connection.arrival(asked)
-            self._land(chunk, asked)
-        finally:
-            self._connection.done_with(asked)
+        await self._connection.arrival(asked)
+        self._land(chunk, asked)
+
+    def _done_with(self, asked: Asked, _: object) -> None:
+        self._connection.done_with(asked)
 
     def _land(self, chunk: Chunk, asked: Asked) -> None:
         num_blocks, size = len(chunk.blocks), self._into.block_bytes
