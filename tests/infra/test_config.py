@@ -20,7 +20,17 @@ from infra.config import (
     num_cores,
 )
 from infra.mesh_file import RunningMesh, mesh_file
-from infra.parse import ModelSource, model, models, number, path, size_bytes, whole
+from infra.parse import (
+    ModelSource,
+    memory_bytes,
+    memory_limit_bytes,
+    model,
+    models,
+    number,
+    path,
+    size_bytes,
+    whole,
+)
 from infra.settings import TABLES, Configured, Sources, flags_of, load, settings_of, variable
 from schemas.errors import ConfigError
 
@@ -279,10 +289,22 @@ def test_what_is_no_size(text: object) -> None:
         size_bytes(1)(text)
 
 
+def test_a_share_of_memory() -> None:
+    """A percentage is of what this process may use; anything else is a size."""
+    assert memory_bytes(1)(" 25% ") == memory_limit_bytes() // 4
+    assert memory_bytes(1)("2GB") == 2 * 10**9
+    assert memory_bytes(0)("0") == memory_bytes(0)("0%") == 0
+    for text in ("101%", "-1%", "%", "nan%"):
+        with pytest.raises(ValueError, match="share"):
+            memory_bytes(1)(text)
+    with pytest.raises(ValueError, match="less"):
+        memory_bytes(2**60)("100%")
+
+
 @given(st.text())
 def test_parsers_raise_nothing_but_value_errors(text: str) -> None:
     """Whatever a user types becomes a value or a reason."""
-    for parse in (whole(0, 9), number(0, 9), size_bytes(1), path, model, models):
+    for parse in (whole(0, 9), number(0, 9), size_bytes(1), memory_bytes(1), path, model, models):
         with contextlib.suppress(ValueError):
             assert parse(text) is not None
 

@@ -74,8 +74,8 @@ class HostPool:
         self.is_below: Callable[[bytes], bool] = _not_below
         self.on_stored: Callable[[tuple[BlockName, ...]], None] = lambda _: None
         self.on_removed: Callable[[bytes], None] = lambda _: None
-        self._policy = policy or LrfuPolicy()
-        self._tally = tally or TierTally()
+        self._policy = LrfuPolicy() if policy is None else policy
+        self._tally = TierTally() if tally is None else tally
         self._events = events
         self._next_slot = first_slot  # from here on no slot was ever used
         self._free: list[int] = []  # used before
@@ -216,7 +216,8 @@ class HostPool:
         missing = len(blocks) - free
         if missing <= 0:
             return free
-        parents = {block.parent for block in blocks}  # without them the new ones are of no use
+        # Without their parents the new ones would be of no use.
+        parents = {block.parent for block in blocks if block.parent in self._found}
         staying = self._pinned.keys() | self._filling.keys() | parents
         victims = self._policy.victims(missing, staying, self.is_below)
         num_below = sum(self.is_below(block_hash) for block_hash in victims)
