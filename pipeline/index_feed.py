@@ -70,7 +70,7 @@ class IndexFeed:
 
     @property
     def _pause_s(self) -> float:
-        return self._bus.times.beat_s / 2
+        return self._bus.times.beat_s
 
     # What is heard ---------------------------------------------------------------------------
 

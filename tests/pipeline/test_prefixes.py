@@ -31,7 +31,7 @@ def asks(prompt: Sequence[int] = PROMPT, **facts: str) -> RequestRecord:
 
 def holder(worker: str, fingerprint: str = "f00d", **facts: Any) -> Beat:
     told = beat(worker, fingerprint=fingerprint, num_free_slots=8)
-    return msgspec.structs.replace(told, block_size=SIZE, **facts)
+    return msgspec.structs.replace(told, **{"block_size": SIZE, **facts})
 
 
 class Known:

@@ -170,13 +170,12 @@ class Bounded(RuleBasedStateMachine):
 
 TestAgainstNaive = AgainstNaive.TestCase
 TestBounded = Bounded.TestCase
-for case in (TestAgainstNaive, TestBounded):
-    case.settings = settings(
-        max_examples=40,
-        stateful_step_count=40,
-        deadline=None,
-        suppress_health_check=[HealthCheck.too_slow],
-    )
+TestAgainstNaive.settings = TestBounded.settings = settings(
+    max_examples=40,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 
 
 def test_the_oldest_untouched_go_first_and_of_a_run_its_end() -> None:

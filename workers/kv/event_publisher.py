@@ -84,8 +84,12 @@ class EventPublisher:
     async def _begin(self) -> None:
         """What was noted before belongs to no number of ours."""
         loop = asyncio.get_running_loop()
+
+        def on_change() -> None:
+            loop.call_soon_threadsafe(self._has_news.set)
+
         async with self._saying:
-            self._blocks.on_change = lambda: loop.call_soon_threadsafe(self._has_news.set)
+            self._blocks.on_change = on_change
             self._blocks.cut()
             if len(self._blocks):
                 await self._say(Changes(is_gap=True))
