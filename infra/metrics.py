@@ -105,8 +105,8 @@ class Metrics:
             "mesh_tokens_cached_total", "Prompt tokens whose KV was found and not computed",
             registry=registry,
         )  # fmt: skip
-        self.prompt_tokens_by_source = Counter(
-            "mesh_prompt_tokens_by_source_total", "Prompt tokens by where their KV came from: "
+        self.prompt_source_tokens = Counter(
+            "mesh_prompt_source_tokens_total", "Prompt tokens by where their KV came from: "
             "computed, found on device, host or disk, or with another worker (remote), or handed "
             "over by the prefill worker", ["source"], registry=registry,
         )  # fmt: skip

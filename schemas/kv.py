@@ -85,6 +85,6 @@ class KvLend(Message, frozen=True, kw_only=True, tag="kv-lend/1"):
 class KvLent(Message, frozen=True, kw_only=True, tag="kv-lent/1"):
     """The answer to :class:`KvLend`: a lease on the first ``num_blocks`` of them, or none."""
 
-    num_blocks: int = 0
+    num_blocks: int
     handle: KvHandle | None = None
     reason: str = ""  # without a handle: "absent", "busy", "leaving" or "other_layout"

@@ -12,8 +12,9 @@ from infra.metrics import Metrics
 
 _UNITS = ("seconds", "bytes", "tokens", "requests", "messages", "blocks", "sequences", "leases",
           "workers", "letters", "takeovers", "handled", "generated", "computed", "cached",
-          "admitted", "refused", "ended", "resent", "reconnects")  # fmt: skip
-_LABELS = {"code", "outcome", "stage", "state", "role"}
+          "admitted", "refused", "ended", "resent", "reconnects", "fetches", "lends", "changes",
+          "gaps", "snapshots", "evicted", "lookups")  # fmt: skip
+_LABELS = {"code", "outcome", "source", "stage", "state", "role", "tier", "transport", "what"}
 
 
 def families() -> list[Metric]:

@@ -106,7 +106,7 @@ async def test_what_another_has_is_fetched_and_not_computed(place: Workplace) ->
         answer = await ask(place, reader, source(owner))
         assert answer.end.usage.cached_tokens == 40
         assert fetches(reader) == {"fetched": 1}
-        by_source = reader.ctx.metrics.prompt_tokens_by_source
+        by_source = reader.ctx.metrics.prompt_source_tokens
         assert by_source.labels("remote")._value.get() == 40
         assert by_source.labels("computed")._value.get() == 1
         assert owner.ctx.metrics.leases_ended.labels("released")._value.get() == 1

@@ -131,18 +131,18 @@ class Lending:
 
     def _why_not(self, question: KvLend) -> KvLent | None:
         if self._is_closed:
-            return KvLent(reason="leaving")
+            return KvLent(num_blocks=0, reason="leaving")
         if question.fingerprint != self._pool.fingerprint:
-            return KvLent(reason="other_layout")
+            return KvLent(num_blocks=0, reason="other_layout")
         if self._num_open >= MAX_OPEN or self.num_lent + self._num_open >= MAX_LEASES:
-            return KvLent(reason="busy")
+            return KvLent(num_blocks=0, reason="busy")
         return None
 
     async def _lend(self, question: KvLend) -> KvLent:
         room = int(MAX_SHARE * self._tier.num_slots) - self._num_blocks
         blocks = _blocks(question)[: max(0, room)]
         if not blocks:
-            return KvLent(reason="busy")
+            return KvLent(num_blocks=0, reason="busy")
         self._num_blocks += len(blocks)  # nobody else is given the same room meanwhile
         pin = None
         try:
@@ -153,7 +153,7 @@ class Lending:
                 self._num_blocks += len(pin.slots)
         if not pin.slots:
             self._tier.host.unpin(pin)
-            return KvLent(reason="absent")
+            return KvLent(num_blocks=0, reason="absent")
         return KvLent(num_blocks=len(pin.slots), handle=self._handle_of(pin))
 
     async def _pin(self, blocks: Sequence[BlockName], question: KvLend) -> Pin:

@@ -202,7 +202,7 @@ class FakeLenders:
         pin = self.owners[owner].pin([block.block_hash for block in blocks])
         if not pin.slots:
             self.owners[owner].unpin(pin)
-            return KvLent(reason="absent")
+            return KvLent(num_blocks=0, reason="absent")
         lease_id = f"lease-{len(self.asked)}"
         self.leases[lease_id] = pin
         slots = list(pin.slots)

@@ -57,9 +57,9 @@ async def loan() -> KvLent:
 
 async def test_a_question_names_the_blocks_and_what_is_before_them() -> None:
     """So that the owner may look for them on its disk; and until when an answer is of use."""
-    bus = Bus(encode(KvLent(reason="absent")))
+    bus = Bus(encode(KvLent(num_blocks=0, reason="absent")))
     lent = await lenders_on(bus).ask("owner", BLOCKS[1:], 0.5)
-    assert lent == KvLent(reason="absent")
+    assert lent == KvLent(num_blocks=0, reason="absent")
     (asked,) = bus.asked
     assert asked.parent == BLOCKS[0].block_hash
     assert asked.hashes == b"".join(block.block_hash for block in BLOCKS[1:])
@@ -86,7 +86,7 @@ async def test_more_than_was_asked_for_is_no_loan(num_blocks: int) -> None:
 
 async def test_a_question_is_bounded() -> None:
     """A prompt of any length makes a message that the bus takes."""
-    bus = Bus(encode(KvLent(reason="absent")))
+    bus = Bus(encode(KvLent(num_blocks=0, reason="absent")))
     await lenders_on(bus).ask("owner", BLOCKS * MAX_BLOCKS, 0.5)
     assert len(bus.asked[0].hashes) == 16 * MAX_BLOCKS
 

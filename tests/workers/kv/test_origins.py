@@ -66,7 +66,7 @@ def test_they_are_counted_by_source() -> None:
     """What dashboards add up is what log lines say."""
     metrics = Metrics()
     origins_of(100, num_cached=64, num_promoted=64, num_remote=32).count(metrics)
-    by_source = metrics.prompt_tokens_by_source
+    by_source = metrics.prompt_source_tokens
     assert by_source.labels("remote")._value.get() == 32
     assert by_source.labels("host")._value.get() == 32
     assert by_source.labels("computed")._value.get() == 36
