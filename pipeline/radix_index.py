@@ -4,7 +4,7 @@ A prefix hash covers its block and everything before it, so a hash *is* a path f
 radix tree: the tree needs no edges, a table from hash to holders has every node of it. To walk down
 a prompt is to look its hashes up one after the other.
 
-    hash -> _Holders, shared by all blocks that the same workers hold in the same tiers
+    hash -> _Holders, shared by blocks that the same workers hold in the same tiers
 
          bit 3w      worker w has it in device memory
          bit 3w + 1                 in host memory
@@ -14,14 +14,19 @@ A worker that leaves is struck out of the holder sets, not of the blocks: its pl
 once. Blocks that nobody holds any more are swept out later, a few thousand at a time. Parents are
 not needed, so a block whose parent was never heard of is as good as any.
 
+Blocks that were stored one behind the other have a set of their own. While it still has all of them
+(it loses those of which something else becomes true, and never gets others) it is whole: who meets
+it at two places of a prompt need not look in between. So a lookup touches a few entries of the
+table, wherever in memory they are, not one per block.
+
 Pure, and bounded: over ``max_blocks`` those go that were stored or touched longest ago. Of a run
 that came as one, the last block counts as the oldest: an earlier one is of use without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import islice
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, islice
 
 from pipeline.prefix_walk import BITS, TIERS, Match, Walk
 from schemas.kv_events import KvTier
@@ -29,16 +34,20 @@ from schemas.kv_events import KvTier
 _OFFSET = {tier: number for number, tier in enumerate(TIERS)}
 _PRESSURE = 0.75  # of max_blocks: below it nothing goes, so nobody has to know what is in use
 _EVICT_SHARE = 256  # at the limit this part goes at once: looking for the oldest costs a scan
+_MIN_RUN = 4  # blocks that get a set of their own: it takes 150 bytes
+_STRIDE = 64  # hashes of a prompt that are taken at once
 
 
 class _Holders:
-    """A set of (worker, tier), and how many blocks have it."""
+    """A set of (worker, tier), and how many blocks have it. ``run_length``: it was made for so many
+    that lie one behind the other; 0: for any."""
 
-    __slots__ = ("bits", "num_blocks")
+    __slots__ = ("bits", "num_blocks", "run_length")
 
-    def __init__(self, bits: int) -> None:
+    def __init__(self, bits: int, run_length: int = 0) -> None:
         self.bits = bits
         self.num_blocks = 0
+        self.run_length = run_length
 
 
 class RadixIndex:
@@ -50,8 +59,7 @@ class RadixIndex:
     Raises:
         ValueError: ``max_blocks`` is not positive.
 
-    Cost: 110 to 150 bytes per block, and under 200 per different set of holders. A lookup takes one
-    table access per block that anybody holds, whatever the number of workers.
+    Cost: 110 to 190 bytes per block.
     """
 
     def __init__(self, max_blocks: int) -> None:
@@ -61,6 +69,7 @@ class RadixIndex:
         self.num_evicted = 0  # blocks that went for want of room
         self._blocks: dict[bytes, _Holders] = {}  # longest untouched first
         self._sets: dict[int, _Holders] = {}  # by their bits
+        self._runs: set[_Holders] = set()  # made for a run
         self._merged: list[_Holders] = []  # equal to another one since a worker left, or empty
         self._places: dict[str, int] = {}
         self._workers: list[str | None] = []  # by place
@@ -79,22 +88,44 @@ class RadixIndex:
     # Asking ----------------------------------------------------------------------------------
 
     def lookup(self, hashes: Iterable[bytes]) -> list[Match]:
-        """Who holds the first of ``hashes``, and how far; by worker id. Takes no more of them than
-        somebody holds, and one. Counts as no use."""
+        """Who holds the first of ``hashes``, and how far; by worker id. Takes few more of them than
+        somebody holds, of an unknown prompt one. Counts as no use."""
         walk = Walk()
-        number = -1
-        get = self._blocks.get
-        before: _Holders | None = None
-        for number, holders in enumerate(map(get, hashes)):
-            if holders is before and holders is not None:
-                continue
-            if holders is None or not walk.go_on(holders.bits, number):
-                walk.end(number)
-                break
-            before = holders
-        else:
-            walk.end(number + 1)
+        walk.end(self._go(walk, iter(hashes)))
         return sorted(walk.matches(self._name), key=lambda match: match.worker)
+
+    def _go(self, walk: Walk, hashes: Iterator[bytes]) -> int:
+        """Go down as far as anybody comes along; the number of blocks until there."""
+        number, before = 0, None
+        stride = list(islice(hashes, 1))
+        while stride:
+            at = 0
+            while at < len(stride):
+                holders = self._blocks.get(stride[at])
+                if holders is None:
+                    return number + at
+                if holders is not before and not walk.go_on(holders.bits, number + at):
+                    return number + at
+                before = holders
+                at = self._end_of_run(stride, at, holders)
+            number += len(stride)
+            stride = list(islice(hashes, _STRIDE))
+        return number
+
+    def _end_of_run(self, hashes: list[bytes], at: int, holders: _Holders) -> int:
+        """The first place behind ``at`` that is not known to have these holders."""
+        if holders.num_blocks != holders.run_length:
+            return at + 1
+        get, first, last = self._blocks.get, at, len(hashes) - 1
+        if get(hashes[last]) is holders:
+            return last + 1
+        while last - first > 1:
+            middle = (first + last) // 2
+            if get(hashes[middle]) is holders:
+                first = middle
+            else:
+                last = middle
+        return first + 1
 
     def held_by(self, worker: str) -> dict[bytes, tuple[KvTier, ...]]:
         """All blocks of a worker, with their tiers. Walks through the whole index."""
@@ -117,19 +148,17 @@ class RadixIndex:
     # Telling ---------------------------------------------------------------------------------
 
     def stored(self, worker: str, tier: KvTier, hashes: Sequence[bytes]) -> None:
-        """``worker`` has these in ``tier``; in the order of a prompt, if they belong to one."""
+        """``worker`` has these in ``tier``. They lie one behind the other: each but the first has
+        the one before it as its parent."""
         bit = 1 << (BITS * self._place(worker) + _OFFSET[tier])
-        before: _Holders | None = None
-        after: _Holders | None = None
-        for block_hash in reversed(hashes):
-            holders = self._blocks.get(block_hash)
-            if holders is None and len(self._blocks) >= self.max_blocks:
-                self._evict()
-                before = after = None  # the set may have gone with its last block
-            if after is None or holders is not before or not after.num_blocks:
-                before, after = holders, self._set((holders.bits if holders else 0) | bit)
-            if holders is not after:
-                self._move(block_hash, holders, after)
+        hashes = hashes[: self.max_blocks]
+        self._make_room(hashes)
+        end = len(hashes)
+        for old, run in groupby(map(self._blocks.get, reversed(hashes))):
+            start = end - len(list(run))
+            if old is None or not old.bits & bit:
+                self._move(hashes[start:end], old, (old.bits if old else 0) | bit)
+            end = start
 
     def removed(self, worker: str, tier: KvTier, hashes: Iterable[bytes]) -> None:
         """``worker`` has these no more in ``tier``. What is not known is passed over."""
@@ -143,7 +172,7 @@ class RadixIndex:
                 continue
             left = holders.bits & ~bit
             if left:
-                self._move(block_hash, holders, self._set(left))
+                self._move((block_hash,), holders, left)
             else:
                 self._forget(block_hash)
 
@@ -157,6 +186,11 @@ class RadixIndex:
         self._merged = [holders for holders in self._merged if holders.num_blocks]
         for holders in self._merged:
             holders.bits &= ~mask
+        for holders in [one for one in self._runs if one.bits & mask]:
+            holders.bits &= ~mask
+            if not holders.bits:
+                self._runs.remove(holders)
+                self._merged.append(holders)
         changed = [holders for holders in self._sets.values() if holders.bits & mask]
         for holders in changed:
             del self._sets[holders.bits]
@@ -200,32 +234,40 @@ class RadixIndex:
             self._places[worker] = place
         return place
 
-    def _set(self, bits: int) -> _Holders:
-        holders = self._sets.get(bits)
-        if holders is None:
-            holders = self._sets[bits] = _Holders(bits)
-        return holders
-
-    def _move(self, block_hash: bytes, old: _Holders | None, new: _Holders) -> None:
+    def _move(self, run: Sequence[bytes], old: _Holders | None, bits: int) -> None:
+        """Blocks one behind the other, all with ``old``, get holders ``bits``."""
+        if len(run) >= _MIN_RUN:
+            new = _Holders(bits, len(run))
+            self._runs.add(new)
+        else:
+            new = self._sets.get(bits) or self._sets.setdefault(bits, _Holders(bits))
+        new.num_blocks += len(run)
+        for block_hash in reversed(run):
+            self._blocks[block_hash] = new
         if old is not None:
-            self._leave(old)
-        new.num_blocks += 1
-        self._blocks[block_hash] = new
+            self._leave(old, len(run))
 
     def _forget(self, block_hash: bytes) -> None:
-        self._leave(self._blocks.pop(block_hash))
+        self._leave(self._blocks.pop(block_hash), 1)
 
-    def _leave(self, holders: _Holders) -> None:
-        holders.num_blocks -= 1
-        if not holders.num_blocks and self._sets.get(holders.bits) is holders:
+    def _leave(self, holders: _Holders, num_blocks: int) -> None:
+        holders.num_blocks -= num_blocks
+        if holders.num_blocks:
+            return
+        self._runs.discard(holders)
+        if self._sets.get(holders.bits) is holders:
             del self._sets[holders.bits]
 
-    def _evict(self) -> None:
-        """Make room, a share of the whole at once."""
-        share = max(1, self.max_blocks // _EVICT_SHARE)
-        for block_hash in list(islice(self._blocks, share)):
-            self._forget(block_hash)
-        self.num_evicted += share
+    def _make_room(self, hashes: Sequence[bytes]) -> None:
+        """For all of ``hashes`` that are new, evict others, a share of the whole at least."""
+        while (num_new := sum(one not in self._blocks for one in hashes)) and (
+            num_over := len(self._blocks) + num_new - self.max_blocks
+        ) > 0:
+            num_going = max(num_over, self.max_blocks // _EVICT_SHARE)
+            going = list(islice(self._blocks, num_going))
+            for block_hash in going:
+                self._forget(block_hash)
+            self.num_evicted += len(going)
 
     def check_invariants(self) -> None:
         """Raise AssertionError when counts, sets and blocks contradict each other."""
@@ -233,7 +275,7 @@ class RadixIndex:
         used: dict[int, int] = {}
         for holders in self._blocks.values():
             used[id(holders)] = used.get(id(holders), 0) + 1
-        known = [*self._sets.values(), *self._merged]
+        known = [*self._sets.values(), *self._runs, *self._merged]
         assert len({id(holders) for holders in known}) == len(known), "a set is kept twice"
         for holders in known:
             assert used.pop(id(holders), 0) == holders.num_blocks, "a set is counted wrong"
@@ -244,6 +286,9 @@ class RadixIndex:
             living |= ((1 << BITS) - 1) << (BITS * place)
         assert len(self._places) == sum(worker is not None for worker in self._workers)
         assert all(not holders.bits & ~living for holders in known), "somebody gone holds a block"
+        for holders in self._runs:
+            assert 0 < holders.num_blocks <= holders.run_length, "a run has grown"
+            assert holders.bits, "a run that nobody holds is kept as one"
         for bits, holders in self._sets.items():
             assert bits == holders.bits != 0, "a set is kept under other bits"
             assert holders.num_blocks > 0, "a set without blocks is kept"

@@ -14,7 +14,7 @@ from pipeline.prefix_walk import TIERS, Match
 from pipeline.radix_index import RadixIndex
 from schemas.kv_events import KvTier
 
-DEPTH = 5
+DEPTH = 7
 WORKERS = ("a", "b", "c", "d")
 PROMPTS = tuple(itertools.product((0, 1), repeat=DEPTH))
 
@@ -234,14 +234,50 @@ def test_the_slowest_tier_that_is_needed_is_told() -> None:
     assert index.lookup(hashes[1:]) == [Match("a", 3, 2, 0)]
 
 
-def test_a_lookup_takes_no_more_hashes_than_it_needs() -> None:
-    """Whoever hashes while it asks hashes nothing in vain: one block for an unknown prompt."""
-    index = RadixIndex(100)
-    hashes = hashes_of((1, 2, 3, 4))
-    index.stored("a", "device", hashes[:2])
-    taken = iter(hashes)
-    index.lookup(taken)
-    assert list(taken) == hashes[3:]
+def test_a_lookup_takes_few_more_hashes_than_it_needs() -> None:
+    """Whoever hashes while it asks hashes little in vain: one block for an unknown prompt."""
+    index = RadixIndex(1000)
+    hashes = hashes_of(tuple(range(400)))
+    unknown = iter(hashes)
+    assert index.lookup(unknown) == []
+    assert list(unknown) == hashes[1:]
+    index.stored("a", "device", hashes[:100])
+    known = iter(hashes)
+    assert index.lookup(known) == [Match("a", 100, 100, 100)]
+    assert len(list(known)) >= 200
+
+
+long_slices = st.lists(
+    st.tuples(
+        st.booleans(), workers, tiers, st.sampled_from((0, 1)), st.integers(0, 200),
+        st.integers(0, 200),
+    ),
+    min_size=1,
+    max_size=25,
+)  # fmt: skip
+LONG = {fork: hashes_of((0,) * 70 + (fork,) * 130) for fork in (0, 1)}
+
+
+@settings(deadline=None)
+@given(long_slices)
+def test_long_runs_are_cut_and_joined_without_a_mistake(
+    events: list[tuple[bool, str, KvTier, int, int, int]],
+) -> None:
+    """Two prompts that part after 70 blocks, stored and removed in long pieces: a look-up that
+    looks at a few blocks only finds what one that looks at all of them would."""
+    index, naive = RadixIndex(1000), Naive()
+    for is_stored, worker, tier, fork, start, end in events:
+        some = LONG[fork][start:end]
+        if is_stored:
+            index.stored(worker, tier, some)
+            naive.of(worker)[tier] |= set(some)
+        else:
+            index.removed(worker, tier, some)
+            naive.of(worker)[tier] -= set(some)
+        for hashes in LONG.values():
+            for first in (0, start):
+                assert index.lookup(hashes[first:]) == naive.lookup(hashes[first:])
+    index.check_invariants()
 
 
 @pytest.mark.parametrize("size", [0, -1])
