@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from schemas.kv_events import KvTier
 
@@ -39,32 +40,36 @@ class Match:
 class Walk:
     """One way down a prompt: who is still with us, in device memory, in memory, in any tier."""
 
-    __slots__ = ("_ended", "_planes")
+    __slots__ = ("_device", "_ended", "_far", "_has_begun", "_memory")
 
     def __init__(self) -> None:
-        self._planes: list[int] | None = None  # disk or better, host or better, device
-        self._ended: tuple[dict[int, int], ...] = ({}, {}, {})
+        self._has_begun = False
+        self._far = self._memory = self._device = 0  # the first bit of each place
+        self._ended: tuple[dict[int, int], ...] = ({}, {}, {})  # by place: where it ended
 
     def go_on(self, bits: int, number: int) -> bool:
         """Take the holders of block ``number``; whether anybody is left."""
-        firsts = _firsts(bits)
+        firsts = _firsts(-(-bits.bit_length() // BITS))
         device = bits & firsts
         memory = device | (bits >> 1 & firsts)
-        planes = [memory | (bits >> 2 & firsts), memory, device]
-        if self._planes is None:
-            self._planes = planes
-            return planes[0] != 0
-        for ended, old, new in zip(self._ended, self._planes, planes, strict=True):
-            for place in _places_in(old & ~new):
-                ended[place] = number
-        self._planes = [old & new for old, new in zip(self._planes, planes, strict=True)]
-        return self._planes[0] != 0
+        far = memory | (bits >> 2 & firsts)
+        if self._has_begun:
+            self._note(self._far & ~far, self._memory & ~memory, self._device & ~device, number)
+            far, memory, device = self._far & far, self._memory & memory, self._device & device
+        self._has_begun = True
+        self._far, self._memory, self._device = far, memory, device
+        return far != 0
 
     def end(self, number: int) -> None:
         """Whoever is still there came as far as ``number`` blocks."""
-        for ended, plane in zip(self._ended, self._planes or (), strict=False):
-            for place in _places_in(plane):
-                ended[place] = number
+        self._note(self._far, self._memory, self._device, number)
+
+    def _note(self, far: int, memory: int, device: int, number: int) -> None:
+        for ended, plane in zip(self._ended, (far, memory, device), strict=True):
+            while plane:
+                lowest = plane & -plane
+                ended[(lowest.bit_length() - 1) // BITS] = number
+                plane ^= lowest
 
     def matches(self, name: Callable[[int], str]) -> Iterator[Match]:
         """How far each one came who had the first block."""
@@ -73,15 +78,7 @@ class Walk:
             yield Match(name(place), number, memory.get(place, 0), device.get(place, 0))
 
 
-def _firsts(bits: int) -> int:
-    """The first bit of each place, as far as ``bits`` goes: 0b...001001001."""
-    num_places = -(-bits.bit_length() // BITS)
+@lru_cache(4096)
+def _firsts(num_places: int) -> int:
+    """The first bit of so many places: 0b...001001001."""
     return ((1 << BITS * num_places) - 1) // ((1 << BITS) - 1)
-
-
-def _places_in(plane: int) -> Iterator[int]:
-    """The places whose first bit is set."""
-    while plane:
-        lowest = plane & -plane
-        yield (lowest.bit_length() - 1) // BITS
-        plane ^= lowest
