@@ -28,6 +28,8 @@ SECTIONS: dict[str, str] = {
     "eviction": "loadgen.bench.kv_eviction",
     "index": "loadgen.bench.kv_index",
     "links": "loadgen.bench.kv_links",
+    "prefix": "loadgen.bench.kv_prefix",
+    "remote": "loadgen.bench.kv_remote",
 }
 
 
