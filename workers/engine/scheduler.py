@@ -312,7 +312,8 @@ class Scheduler:
             return
         hashes = sequence.prefix_hashes(end, size)
         for number in range(first, end):
-            self.pool.register(sequence.block_table[number], hashes[number])
+            parent = hashes[number - 1] if number else sequence.group.salt
+            self.pool.register(sequence.block_table[number], hashes[number], parent)
 
 
 def _is_short_cut(sequence: Sequence) -> bool:
