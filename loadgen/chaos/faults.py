@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 import socket
-import time
 from typing import ClassVar
 from urllib.parse import unquote, urlsplit
 
 import msgspec
 
 from infra.children import Child
+from loadgen.chaos import disk_faults, kv_faults
 from loadgen.chaos.fault import ALL_POINTS, FAULTS, Fault, Scene, Stream, register
-from loadgen.chaos.mesh import NotWhole, Target, until
+from loadgen.chaos.mesh import NotWhole, Target
+from loadgen.chaos.own_mesh import Starter
+from loadgen.chaos.own_worker import OwnWorkerFault
 
-__all__ = ["FAULTS"]
+__all__ = ["FAULTS", "disk_faults", "kv_faults"]
 
 FREEZE_S = 10.0
 ONE_BACK_S = 3.0
@@ -221,10 +222,10 @@ class SlowReader(Fault):
 
 
 @register
-class ClockJump(Fault):
+class ClockJump(OwnWorkerFault):
     """The wall clock of a worker jumps by an hour and, later, back.
 
-    A decode worker of our own, started for this, runs with a clock that can be moved: see
+    A decode worker of our own runs with a clock that can be moved: see
     ``loadgen.chaos.jumping_clock``. Deadlines are broker time plus a monotonic clock, so nothing
     may happen at all.
     """
@@ -232,33 +233,9 @@ class ClockJump(Fault):
     name = "clock-jump"
     points = ("queued", "mid-transfer", "decoding")
 
-    def __init__(self) -> None:
-        self._worker: Child | None = None
-        self._process = ""
-
-    def why_not(self, scene: Scene) -> str:
-        """See :class:`Fault`."""
-        return "" if scene.starter else "needs a worker of its own, in a mesh of its own"
-
-    async def prepare(self, scene: Scene) -> None:
-        """Start the worker."""
-        assert scene.starter is not None, "asked before"
-        mesh, since_s = scene.mesh, time.monotonic()
-        self._worker = worker = scene.starter.start_worker_with_jumping_clock()
-        if not await until(lambda: mesh.is_ready(worker.process_id, since_s), _START_S):
-            raise NotWhole(f"{worker.spec.name} was not ready within {_START_S:.0f} s")
-        self._process = worker.process_id
-
-    def choose(self, scene: Scene, marked: Stream) -> Target | None:
-        """See :class:`Fault`."""
-        target = scene.mesh.process(self._process)
-        if target is None:
-            raise NotWhole(f"{self._process} is gone")
-        return target
-
-    def affects(self, scene: Scene, target: Target | None, stream: Stream) -> bool:
-        """See :class:`Fault`."""
-        return target is not None and stream.trace.depends_on(target.worker)
+    def start(self, starter: Starter) -> Child:
+        """See :class:`OwnWorkerFault`."""
+        return starter.start_worker_with_jumping_clock()
 
     async def inject(self, scene: Scene, target: Target | None, marked: Stream) -> None:
         """See :class:`Fault`."""
@@ -271,13 +248,6 @@ class ClockJump(Fault):
         target = scene.mesh.process(self._process)
         if target is not None:
             scene.mesh.send(target, signal.SIGUSR1)
-
-    async def end(self, scene: Scene) -> None:
-        """The worker drains and goes."""
-        if self._worker is not None:
-            self._worker.stop()
-            with contextlib.suppress(TimeoutError):
-                await self._worker.ended(time.monotonic() + _START_S)
 
 
 def _json(content: dict[str, object]) -> bytes:

@@ -178,13 +178,13 @@ def delete_blocks(directory: Path) -> int:
 
 
 def _write_all(descriptor: int, header: bytes, data: memoryview) -> None:
-    done = os.writev(descriptor, [header, data])
-    while done < HEADER_BYTES + len(data):  # cut short: by a signal, or a disk that is just full
-        rest = [header[done:], data[max(0, done - HEADER_BYTES) :]]
-        written = os.writev(descriptor, rest)
-        if written == 0:
+    rest = [memoryview(header), data]
+    while any(map(len, rest)):  # once, or more often on a disk that is just full
+        done = os.writev(descriptor, rest)
+        if done == 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        done += written
+        num_first = min(done, len(rest[0]))
+        rest = [rest[0][num_first:], rest[1][done - num_first :]]
 
 
 def _read_all(descriptor: int, header: bytearray, into: memoryview) -> bool:

@@ -91,13 +91,17 @@ def make_tiers(
     )
     mover = BlockMover(host, engine.runner, tally, engine.pace)
     engine.use_tiers(mover, tally, events)
-    below = disk and make_disk(
-        disk,
-        host,
-        engine.info.fingerprint,
-        tally=tally,
-        events=events,
-        evicted_share=evicted_share,
-        log=log or structlog.get_logger(__name__),
+    below = (
+        None
+        if disk is None
+        else make_disk(
+            disk,
+            host,
+            engine.info.fingerprint,
+            tally=tally,
+            events=events,
+            evicted_share=evicted_share,
+            log=log or structlog.get_logger(__name__),
+        )
     )
     return Tiers(tally=tally, host=host, mover=mover, disk=below)
