@@ -24,10 +24,9 @@ def test_a_trace_is_the_same_every_time(kind: str) -> None:
 
 def test_our_policy_is_no_worse_than_lru() -> None:
     """Where there are scans beside conversations, better; nowhere much worse."""
-    found = compare_all(seeds=(1,), num_requests=500)
+    found = compare_all(seeds=(1,), num_requests=250)
     assert found["mixed"]["ratio"] >= 1.0
     assert min(one["ratio"] for one in found.values()) > 0.95
-    assert found == compare_all(seeds=(1,), num_requests=500)
 
 
 @pytest.mark.parametrize("policy", [LrfuPolicy, LruPolicy])
