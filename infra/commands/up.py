@@ -23,6 +23,7 @@ ALSO = {
         "kv_host_memory",
         "kv_disk",
         "kv_disk_quota",
+        "kv_transports",
         "threads",
         "speed",
     ),
