@@ -16,7 +16,7 @@ from schemas import subjects
 from schemas.codec import decode
 from schemas.errors import SchemaError
 from schemas.kv import LeaseRenew
-from tests.workers.test_prefill_decode import pair, same
+from tests.workers.test_prefill_decode import same
 from tests.workers.workplace import PROMPT, Worker, Workplace, is_claim, until
 
 pytestmark = pytest.mark.ucx
@@ -30,7 +30,9 @@ PATIENCE_S = 60.0
 
 
 async def ucx_pair(place: Workplace) -> tuple[Worker, Worker]:
-    return await pair(place, transports=OVER_UCX)
+    place.start_router()
+    prefill = await place.worker("p", "prefill", transports=OVER_UCX)
+    return prefill, await place.worker("d", "decode", transports=OVER_UCX)
 
 
 def transferred(worker: Worker) -> float:

@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 Bytes = npt.NDArray[np.uint8]
 
-CHUNK_BYTES = 1 << 20  # of blocks in one message; one block more than that is sent in parts
+CHUNK_BYTES = 2 << 20  # of blocks in one message; a larger block is sent in parts
 WINDOW = 4  # messages under way on one connection
 MAX_BLOCKS = 1024  # in one message
 SENT = 1
