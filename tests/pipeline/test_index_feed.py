@@ -19,6 +19,7 @@ from pipeline.fleet import Fleet
 from pipeline.index_feed import IndexFeed
 from pipeline.radix_index import RadixIndex
 from schemas import subjects
+from schemas.codec import decode, encode
 from schemas.control import Beat
 from tests.conftest import Connect, Until
 from tests.pipeline.kv_rig import name_of, names
@@ -67,6 +68,7 @@ class Peer:
     """One worker id."""
 
     worker: str
+    bus: Any
     blocks: BlockLog
     publisher: EventPublisher
     task: asyncio.Task[None]
@@ -107,8 +109,10 @@ class Place:
         log = make_logger("test", stream=lines.stream)
         feed = IndexFeed(bus, index, fleet, metrics, log)
         self.tasks.create_task(feed.run())
-        self.controls.append(Control(fleet, index, feed, metrics, lines))
-        return self.controls[-1]
+        control = Control(fleet, index, feed, metrics, lines)
+        await bus.subscribe(subjects.ALL_BEATS, lambda said: control.hear(decode(said.data, Beat)))
+        self.controls.append(control)
+        return control
 
     async def peer(self, worker: str, blocks: BlockLog | None = None, bus: Any = None) -> Peer:
         bus = bus or await self.connect("worker")
@@ -117,14 +121,15 @@ class Place:
         publisher = EventPublisher(bus, blocks, SERVED, worker, log)
         task = self.tasks.create_task(publisher.run())
         await self.until(lambda: blocks.on_change is not None)
-        self.peers[worker] = Peer(worker, blocks, publisher, task)
+        self.peers[worker] = Peer(worker, bus, blocks, publisher, task)
         return self.peers[worker]
 
     async def beat_for_ever(self, beat_s: float) -> None:
+        """Over each worker's own connection: a beat comes behind the batches that it knows of."""
         while True:
-            for control in self.controls:
-                for peer in self.peers.values():
-                    control.hear(peer.beat())
+            for peer in list(self.peers.values()):
+                one = peer.beat()
+                await peer.bus.publish(subjects.beat(one.process), encode(one))
             await asyncio.sleep(beat_s)
 
     async def leaves(self, worker: str) -> BlockLog:
