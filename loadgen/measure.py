@@ -36,6 +36,7 @@ class RequestResult:
 
     number: int
     output_len: int
+    tenant: str = ""
     due_s: float | None = None  # open loop only
     sent_s: float = 0.0
     event_s: array[float] = field(default_factory=lambda: array("d"))
@@ -198,7 +199,7 @@ def summarize(
         num_output_tokens=num_output_tokens,
         errors=count_errors(results),
         ttft_ms=Distribution.of_seconds([result.ttft_s for result in done]),
-        itl_ms=Distribution.of_seconds(_gaps_s(done)),
+        itl_ms=Distribution.of_seconds(gaps_s(done)),
         tpot_ms=Distribution.of_seconds(tpots_s),
         e2e_ms=Distribution.of_seconds([result.e2e_s for result in done]),
         requests_per_s=_per_s(len(done), wall_s),
@@ -218,7 +219,8 @@ def count_errors(results: Iterable[RequestResult]) -> dict[str, ErrorCount]:
     return dict(sorted(counts.items(), key=lambda item: -item[1].num))
 
 
-def _gaps_s(results: Sequence[RequestResult]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+def gaps_s(results: Sequence[RequestResult]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """The gaps between token events of each of ``results``, one after the other, in seconds."""
     gaps = [np.diff(np.frombuffer(r.event_s, dtype=np.float64)) for r in results]
     return np.concatenate(gaps) if gaps else np.empty(0)
 

@@ -59,6 +59,7 @@ class Recorder:
         result = RequestResult(
             number=request.number,
             output_len=request.output_len,
+            tenant=request.tenant,
             due_s=due_s,
             sent_s=time.monotonic(),
         )

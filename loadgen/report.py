@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,14 @@ from loadgen.machine import MachineNote
 from loadgen.measure import Distribution, Summary, summarize
 from loadgen.recorder import Recorder
 from loadgen.settings import LoadSettings
+from loadgen.stages import StageTime
+from schemas.errors import ConfigError
 
 LATE_S = 0.010  # a send or a tick that comes later than this was delayed by the generator
 MAX_LATE_SHARE = 0.01
 MAX_CPU_SHARE = 0.85  # of one core: the generator is one thread
 
+COLUMNS = ("mean", "p50", "p90", "p99", "max")  # of a latency
 MEASURING_POINT = "client: request handed over -> token event read"
 
 
@@ -48,10 +52,17 @@ class LoadReport(
     summary: Summary
     generator: GeneratorNote
     machine: MachineNote
+    by_tenant: dict[str, Summary] = msgspec.field(default_factory=dict)  # of a trace with several
+    stages: dict[str, StageTime] = msgspec.field(default_factory=dict)  # where a mesh was watched
 
 
 def make_report(
-    settings: LoadSettings, recorder: Recorder, machine: MachineNote, *, is_interrupted: bool
+    settings: LoadSettings,
+    recorder: Recorder,
+    machine: MachineNote,
+    *,
+    is_interrupted: bool,
+    stages: Mapping[str, StageTime] | None = None,
 ) -> LoadReport:
     """The report of what ``recorder`` holds."""
     summary = summarize(
@@ -69,7 +80,23 @@ def make_report(
         summary=summary,
         generator=_judge_generator(recorder),
         machine=machine,
+        by_tenant=_by_tenant(settings, recorder),
+        stages=dict(stages or {}),
     )
+
+
+def _by_tenant(settings: LoadSettings, recorder: Recorder) -> dict[str, Summary]:
+    tenants = sorted({result.tenant for result in recorder.results})
+    if len(tenants) < 2:
+        return {}
+    return {
+        tenant: summarize(
+            [result for result in recorder.results if result.tenant == tenant],
+            wall_s=recorder.wall_s,
+            slo_ms=settings.slo_ms,
+        )
+        for tenant in tenants
+    }
 
 
 def write_json(report: LoadReport, path: Path) -> None:
@@ -81,18 +108,27 @@ def read_json(path: Path) -> LoadReport:
     """The report in ``path``.
 
     Raises:
-        msgspec.DecodeError: no report of this version.
+        ConfigError: it can't be read, or is no report of this version.
     """
-    return msgspec.json.decode(path.read_bytes(), type=LoadReport)
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=LoadReport)
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror}", param="report") from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path} is no report of mesh load: {error}", param="report") from error
 
 
 def render(report: LoadReport) -> RenderableType:
     """The report as a table and a few lines."""
     summary = report.summary
-    parts: list[RenderableType] = [_latency_table(report), Text(_rates(report))]
+    parts: list[RenderableType] = [_latency_table(report), Text("\n".join(rate_lines(report)))]
+    if report.by_tenant:
+        parts.append(_tenant_table(report))
+    if report.stages:
+        parts.append(_stage_table(report))
     if summary.errors:
         parts.append(_error_table(summary))
-    parts += [Text(f"warning: {line}", style="yellow") for line in _warnings(report)]
+    parts += [Text(f"warning: {line}", style="yellow") for line in warnings_of(report)]
     parts.append(Text(f"measured at the {report.measuring_point}; {report.machine.text}", "dim"))
     return Group(*parts)
 
@@ -103,8 +139,8 @@ def print_report(report: LoadReport, console: Console) -> None:
 
 
 def _public_settings(settings: LoadSettings) -> dict[str, Any]:
-    values: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(settings))
-    del values["api_key"]
+    values: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(settings, enc_hook=str))
+    del values["api_key"], values["tenant_keys"]
     return values | {"target": settings.public_target}
 
 
@@ -132,26 +168,35 @@ def _bottleneck(num_late: int, num_scheduled: int, cpu_share: float) -> str:
     return ""
 
 
-def _latency_table(report: LoadReport) -> Table:
-    summary = report.summary
-    rows = (
+def latency_rows(summary: Summary) -> tuple[tuple[str, Distribution], ...]:
+    """Each latency with its name."""
+    return (
         ("TTFT", summary.ttft_ms),
         ("ITL", summary.itl_ms),
         ("TPOT", summary.tpot_ms),
         ("E2E", summary.e2e_ms),
     )
+
+
+def _latency_table(report: LoadReport) -> Table:
     title = f"{report.settings['model']} at {report.settings['target']}"
     table = Table(title=title, title_justify="left")
     table.add_column("ms")
-    for name in ("mean", "p50", "p90", "p99", "max"):
+    for name in COLUMNS:
         table.add_column(name, justify="right")
-    for label, spread in rows:
-        values = (spread.mean, spread.p50, spread.p90, spread.p99, spread.max)
-        table.add_row(label, *("-" if value is None else f"{value:.2f}" for value in values))
+    for label, spread in latency_rows(report.summary):
+        table.add_row(label, *cells(spread))
     return table
 
 
-def _rates(report: LoadReport) -> str:
+def cells(spread: Distribution) -> tuple[str, ...]:
+    """The values of :data:`COLUMNS`, as text."""
+    values = (getattr(spread, name) for name in COLUMNS)
+    return tuple("-" if value is None else f"{value:.2f}" for value in values)
+
+
+def rate_lines(report: LoadReport) -> list[str]:
+    """What came of the run, a line each."""
     summary = report.summary
     lines = [
         f"{summary.requests_per_s:.2f} requests/s   "
@@ -165,7 +210,28 @@ def _rates(report: LoadReport) -> str:
     lag = report.generator.lag_ms
     if lag.p99 is not None and lag.max is not None:
         lines.append(f"scheduling lag p99 {lag.p99:.2f} ms, most {lag.max:.2f} ms")
-    return "\n".join(lines)
+    return lines
+
+
+def _tenant_table(report: LoadReport) -> Table:
+    table = Table("tenant", "completed", "failed", "TTFT p50", "p99", "tokens/s")
+    for tenant, summary in report.by_tenant.items():
+        ttft = summary.ttft_ms
+        table.add_row(
+            Text(tenant or "-"),
+            str(summary.num_completed),
+            str(summary.num_failed),
+            *("-" if value is None else f"{value:.2f}" for value in (ttft.p50, ttft.p99)),
+            f"{summary.output_tokens_per_s:.1f}",
+        )
+    return table
+
+
+def _stage_table(report: LoadReport) -> Table:
+    table = Table("inside the mesh", "times", "mean ms", "s in all")
+    for row, time in report.stages.items():
+        table.add_row(Text(row), str(time.num), f"{time.mean_ms:.2f}", f"{time.total_s:.2f}")
+    return table
 
 
 def _error_table(summary: Summary) -> Table:
@@ -175,7 +241,8 @@ def _error_table(summary: Summary) -> Table:
     return table
 
 
-def _warnings(report: LoadReport) -> list[str]:
+def warnings_of(report: LoadReport) -> list[str]:
+    """What whoever reads the figures must know."""
     summary, lines = report.summary, []
     if report.is_interrupted:
         lines.append("the run was interrupted; this is what was measured until then")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,12 @@ async def open_target(settings: LoadSettings) -> AsyncGenerator[Target, None]:
         BusUnavailable: no broker at a nats:// address.
     """
     if settings.target.startswith(("http://", "https://")):
-        http = HttpTarget(settings.target, settings.endpoint, api_key=settings.api_key)
+        http = HttpTarget(
+            settings.target,
+            settings.endpoint,
+            api_key=settings.api_key,
+            tenant_keys=settings.tenant_keys,
+        )
         try:
             yield http
         finally:
@@ -44,11 +49,23 @@ async def open_target(settings: LoadSettings) -> AsyncGenerator[Target, None]:
 
 
 class HttpTarget:
-    """``/v1/completions`` or ``/v1/chat/completions``, streamed, with usage."""
+    """``/v1/completions`` or ``/v1/chat/completions``, streamed, with usage.
 
-    def __init__(self, url: str, endpoint: Endpoint, *, api_key: str = "") -> None:
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._client = HttpClient(url.rstrip("/").removesuffix("/v1"), headers)
+    Args:
+        api_key: of all whose tenant is not among ``tenant_keys``.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        endpoint: Endpoint,
+        *,
+        api_key: str = "",
+        tenant_keys: Mapping[str, str] | None = None,
+    ) -> None:
+        self._client = HttpClient(url.rstrip("/").removesuffix("/v1"))
+        self._api_key = api_key
+        self._tenant_keys = tenant_keys or {}
         self._path = "/v1/chat/completions" if endpoint == "chat" else "/v1/completions"
 
     async def run(self, request: LoadRequest, result: RequestResult) -> None:
@@ -58,9 +75,14 @@ class HttpTarget:
             self._path,
             request.http_body(),
             answer.on_body,
-            {"X-Request-Id": request.request_id},
+            self._headers(request),
         )
         answer.finish(status)
+
+    def _headers(self, request: LoadRequest) -> dict[str, str]:
+        key = self._tenant_keys.get(request.tenant, self._api_key)
+        authorization = {"Authorization": f"Bearer {key}"} if key else {}
+        return {"X-Request-Id": request.request_id} | authorization
 
     def close(self) -> None:
         """Close idle connections."""

@@ -42,6 +42,7 @@ class LoadRequest:
     input_len: int
     output_len: int
     seed: int
+    tenant: str = ""  # of a trace: who asks
 
     def bus_message(self, deadline_unix_ms: int) -> InferenceRequest:
         """The request as admission takes it from the bus; the deadline is in broker time."""

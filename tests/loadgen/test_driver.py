@@ -6,7 +6,7 @@ from itertools import count, islice, repeat
 
 import pytest
 
-from loadgen.arrivals import poisson
+from loadgen.arrivals import Rate, arrivals
 from loadgen.driver import WarmupFailed, closed_loop, open_loop, tick, warm_up
 from loadgen.measure import count_errors
 from loadgen.recorder import Recorder
@@ -19,7 +19,7 @@ async def test_open_loop_sends_while_nothing_is_answered() -> None:
     target, recorder = FakeTarget(), Recorder()
     target.gate.clear()
     async with asyncio.timeout(60), asyncio.TaskGroup() as group:
-        offsets = islice(poisson(2000.0, random.Random(0)), 100)
+        offsets = islice(arrivals(Rate.constant(2000.0), 1.0, random.Random(0)), 100)
         group.create_task(open_loop(target, WORKLOAD.requests(), offsets, limits(), recorder))
         await target.until_running(100)
         assert recorder.num_in_flight == 100

@@ -1,8 +1,16 @@
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from loadgen.settings import LoadSettings, parse_slo, parse_vocab, public_url, user_of
+from loadgen.settings import (
+    LoadSettings,
+    parse_slo,
+    parse_tenant_keys,
+    parse_vocab,
+    public_url,
+    user_of,
+)
 from schemas.errors import ConfigError
 
 GOOD: dict[str, Any] = {"target": "http://127.0.0.1:8000", "model": "m", "rate": 5.0}
@@ -71,3 +79,42 @@ def test_credentials_are_in_no_public_address() -> None:
     settings = LoadSettings(**(GOOD | {"target": url, "api_key": "key"}))
     assert settings.public_target == "nats://127.0.0.1:4222"
     assert "key" not in repr(settings).replace("api_key", "")
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"ramp_to": 5.0, "rate": None, "concurrency": 1}, "ramp_to"),
+        ({"ramp_to": -1.0}, "ramp_to"),
+        ({"burstiness": 0.0}, "burstiness"),
+        ({"trace": Path("t"), "trace_speed": 0.0}, "trace_speed"),
+        ({"trace": Path("t"), "trace_scale": -1.0}, "trace_scale"),
+        ({"trace": Path("t"), "max_len": 1}, "max_len"),
+        ({"trace": Path("t"), "endpoint": "chat", "prompt": "words"}, "trace"),
+        ({"tenant_keys": {"a": "b"}, "target": "nats://127.0.0.1:4222"}, "tenant_key"),
+    ],
+)
+def test_what_can_not_be_sent_is_refused_by_name(changes: dict[str, Any], param: str) -> None:
+    """Ramps, traces and keys that make no sense are errors of their own option."""
+    values = {"target": "http://127.0.0.1:8000", "model": "m", "rate": 1.0} | changes
+    with pytest.raises(ConfigError) as refused:
+        LoadSettings(**values)
+    assert refused.value.param == param
+
+
+def test_a_trace_needs_no_rate() -> None:
+    """Its own times do; a rate or a concurrency replaces them."""
+    for changes in ({}, {"rate": 2.0}, {"concurrency": 3}):
+        values: dict[str, Any] = {"target": "http://h:1", "model": "m", "trace": Path("t")}
+        settings = LoadSettings(**values, **changes)
+        assert (settings.arrival_rate is None) == ("rate" not in changes)
+
+
+@pytest.mark.parametrize("text", ["name", "=key", "name=", "a=1 a=2"])
+def test_tenant_keys_are_pairs(text: str) -> None:
+    """NAME=KEY, each name once; the key is not in the message."""
+    with pytest.raises(ConfigError) as refused:
+        parse_tenant_keys(text.split())
+    assert refused.value.param == "tenant_key"
+    assert text not in refused.value.message
+    assert parse_tenant_keys(["a=1", "b=2=3"]) == {"a": "1", "b": "2=3"}
