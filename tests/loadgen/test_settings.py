@@ -106,7 +106,7 @@ def test_a_trace_needs_no_rate() -> None:
     """Its own times do; a rate or a concurrency replaces them."""
     for changes in ({}, {"rate": 2.0}, {"concurrency": 3}):
         values: dict[str, Any] = {"target": "http://h:1", "model": "m", "trace": Path("t")}
-        settings = LoadSettings(**values, **changes)
+        settings = LoadSettings(**(values | changes))
         assert (settings.arrival_rate is None) == ("rate" not in changes)
 
 
