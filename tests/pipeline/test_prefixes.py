@@ -17,7 +17,7 @@ from pipeline.prefixes import Prefixes
 from pipeline.radix_index import RadixIndex
 from schemas.codec import pack_ids
 from schemas.control import Beat
-from schemas.requests import RequestRecord
+from schemas.requests import RequestRecord, SamplingParams
 from tests.pipeline.rig import beat, record
 
 PROMPT = tuple(range(40))
@@ -118,6 +118,16 @@ def test_with_an_empty_index_nothing_is_looked_up() -> None:
     assert known.lookups("miss") == 0
     known.holds("w1", asks())
     assert not known.prefixes.is_empty
+
+
+def test_a_prompt_that_is_scored_is_computed_whole() -> None:
+    """Its logprobs come of computing it: who holds it is of no use."""
+    known = Known(holder("w1"))
+    known.holds("w1", asks())
+    scored = msgspec.structs.replace(
+        asks(), sampling=SamplingParams(max_tokens=1, seed=1, prompt_logprobs=0)
+    )
+    assert known.found(scored) == {}
 
 
 def test_a_worker_that_does_not_say_its_block_size_is_left_alone() -> None:
