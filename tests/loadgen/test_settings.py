@@ -104,7 +104,8 @@ def test_what_can_not_be_sent_is_refused_by_name(changes: dict[str, Any], param:
 
 def test_a_trace_needs_no_rate() -> None:
     """Its own times do; a rate or a concurrency replaces them."""
-    for changes in ({}, {"rate": 2.0}, {"concurrency": 3}):
+    every: tuple[dict[str, Any], ...] = ({}, {"rate": 2.0}, {"concurrency": 3})
+    for changes in every:
         values: dict[str, Any] = {"target": "http://h:1", "model": "m", "trace": Path("t")}
         settings = LoadSettings(**(values | changes))
         assert (settings.arrival_rate is None) == ("rate" not in changes)
