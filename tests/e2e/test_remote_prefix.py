@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -20,9 +21,14 @@ pytestmark = [
 
 BLOCK_SIZE = 4
 PROMPT = tuple(range(20, 110))
-# A model so slow that a turn takes over a second to compute: whatever else the machine does, there
-# is time to ask for it and to read it.
-FLAGS = ("--engine", "simulated", "--speed", "0.02", "--block-size", str(BLOCK_SIZE))
+OTHER = tuple(range(150, 240))
+# Prefill so slow that half of what a turn takes is seconds: whatever else the machine does, there
+# is time to ask for a prefix and to read it.
+SPEEDS = {"prefill": "0.005", "decode": "20"}
+
+
+def flags(role: str) -> tuple[str, ...]:
+    return ("--engine", "simulated", "--speed", SPEEDS[role], "--block-size", str(BLOCK_SIZE))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -31,7 +37,8 @@ async def mesh(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> A
     async with mesh_of(tmp_path_factory.mktemp("mesh")) as running:
         await running.start("control", "control", "--model", f"{running.model}={tiny_folder}")
         for name in ("prefill-0", "decode-0", "decode-1"):
-            await running.start_worker(name, name.partition("-")[0], tiny_folder, *FLAGS)
+            role = name.partition("-")[0]
+            await running.start_worker(name, role, tiny_folder, *flags(role))
         await running.until_ready()
         yield running
 
@@ -52,25 +59,33 @@ async def turn(
 
 
 async def test_another_salt_shares_nothing(mesh: Mesh, client: MeshClient) -> None:
-    """The same prompt again is found, under another salt it is not, and each salt finds its own;
-    the answers are the same."""
+    """The same prompt again is found, under another salt it is not; the answers are the same."""
     prompt = PROMPT[::-1]
     first = await turn(mesh, client, prompt, salt="a", count=2)
-    found = [await turn(mesh, client, prompt, salt=salt, count=2) for salt in ("a", "b", "b")]
-    assert [answer.usage.cached_tokens for answer in (first, *found)] == [0, 88, 0, 88]
+    found = [await turn(mesh, client, prompt, salt=salt, count=2) for salt in ("a", "b")]
+    assert [answer.usage.cached_tokens for answer in (first, *found)] == [0, 88, 0]
     assert {answer.ids for answer in (first, *found)} == {first.ids}
 
 
-async def test_the_next_turn_is_found_although_its_prefill_worker_is_new(
-    mesh: Mesh, client: MeshClient, tiny_folder: Path
-) -> None:
-    """Turn 1's prompt and answer lie with the decode worker. The prefill worker is killed; the one
-    that comes in its place fetches all full blocks of both, and the answer is as computed."""
-    first = await turn(mesh, client, PROMPT)
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def first_turns(mesh: Mesh, client: MeshClient, tiny_folder: Path) -> tuple[Answer, Answer]:
+    """Two conversations begin; then the prefill worker is killed. The one that comes in its place
+    has nothing, and knows how slowly it computes."""
+    async with asyncio.TaskGroup() as tasks:
+        asked = [tasks.create_task(turn(mesh, client, prompt)) for prompt in (PROMPT, OTHER)]
     mesh.roles["prefill-0"].kill()
-    await mesh.start_worker("prefill-1", "prefill", tiny_folder, *FLAGS)
+    await mesh.start_worker("prefill-1", "prefill", tiny_folder, *flags("prefill"))
     await mesh.until_ready("prefill-1")
-    await turn(mesh, client, PROMPT[7:], salt="other", count=1)  # it learns how fast it computes
+    await turn(mesh, client, PROMPT[7:47], salt="other", count=1)
+    return asked[0].result(), asked[1].result()
+
+
+async def test_the_next_turn_is_found_although_its_prefill_worker_is_new(
+    mesh: Mesh, client: MeshClient, first_turns: tuple[Answer, Answer]
+) -> None:
+    """Turn 1's prompt and answer lie with the decode worker: the new prefill worker fetches all
+    full blocks of both, and the answer is as computed."""
+    first, _ = first_turns
     second = (*PROMPT, *first.ids[0], 20, 21, 22)
     answer = await turn(mesh, client, second, count=2)
     num_kept = len(PROMPT) + len(first.ids[0]) - 1  # the last token's KV was never computed
@@ -80,22 +95,16 @@ async def test_the_next_turn_is_found_although_its_prefill_worker_is_new(
     assert computed.ids == answer.ids
 
 
-async def test_an_owner_that_is_frozen_costs_a_wait_and_no_answer(
-    mesh: Mesh, client: MeshClient, tiny_folder: Path
+async def test_owners_that_are_frozen_cost_a_wait_and_no_answer(
+    mesh: Mesh, client: MeshClient, first_turns: tuple[Answer, Answer]
 ) -> None:
-    """Both decode workers have a prompt; the prefill worker is new. One is killed and one frozen
-    while the prompt is asked for again: it is computed, and decoded when the frozen one wakes."""
-    prompt = tuple(reversed(PROMPT[:80]))
-    before = await turn(mesh, client, prompt)
-    mesh.roles["prefill-1"].kill()
-    await mesh.start_worker("prefill-2", "prefill", tiny_folder, *FLAGS)
-    await mesh.until_ready("prefill-2")
-    await turn(mesh, client, PROMPT[9:], salt="other", count=1)
+    """Whoever has the prompt stands still when it is asked for again: it is computed."""
+    _, before = first_turns
     owners = [mesh.roles["decode-0"], mesh.roles["decode-1"]]
     for owner in owners:
         owner.send(signal.SIGSTOP)
     try:
-        alone = await turn(mesh, client, prompt, count=1)  # ends with its prefill
+        alone = await turn(mesh, client, OTHER, count=1)  # ends with its prefill
     finally:
         for owner in owners:
             owner.send(signal.SIGCONT)
