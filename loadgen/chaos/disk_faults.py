@@ -1,30 +1,31 @@
 """Faults of the disk on which a worker keeps KV blocks.
 
-Each has a prefill worker of its own with such a disk, whose router learns where its blocks are like
-that of any other. Whatever the disk does, answers are right and come in time: blocks are computed.
+Each has a worker of its own with such a disk, of both roles: blocks are saved from the first prompt
+to the last token. Whatever the disk does, answers are right and come in time: blocks are computed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from pathlib import Path
 from typing import ClassVar
 
 from infra.children import Child
 from loadgen.chaos.fault import Scene, Stream, register
-from loadgen.chaos.mesh import Target
+from loadgen.chaos.mesh import NotWhole, Target, until
 from loadgen.chaos.own_mesh import Starter
 from loadgen.chaos.own_worker import OwnWorkerFault
 
-_POINTS = ("queued", "mid-prefill", "decoding")
+_POINTS = ("mid-prefill", "decoding")
 _LASTS_S = 4.0
+_BACK_S = 30.0
 
 
 class BadDisk(OwnWorkerFault):
     """The disk goes bad in the middle of what runs, and later is well again."""
 
-    role = "prefill"
     points = _POINTS
     disk: ClassVar[str]  # see ``loadgen.chaos.bad_disk``
 
@@ -70,7 +71,6 @@ class DiskCorrupt(OwnWorkerFault):
     """A bit flips in every file of a worker's KV disk; the worker is killed and comes back."""
 
     name = "disk-corrupt"
-    role = "prefill"
     points = _POINTS
 
     def start(self, starter: Starter) -> Child:
@@ -83,6 +83,22 @@ class DiskCorrupt(OwnWorkerFault):
         assert scene.starter is not None, "asked before"
         flip_all(scene.starter.kv_disk, scene.rng.random())
         scene.mesh.send(target, signal.SIGKILL)
+
+    async def heal(self, scene: Scene) -> None:
+        """It has read its directory back, and serves.
+
+        Raises:
+            NotWhole: it does not come back.
+        """
+        worker, since_s = self._worker, time.monotonic()
+        assert worker is not None, "started before"
+
+        def is_back() -> bool:
+            is_new = worker.process_id != self._process
+            return is_new and scene.mesh.is_ready(worker.process_id, since_s)
+
+        if not await until(is_back, _BACK_S):
+            raise NotWhole(f"{worker.spec.name} did not come back within {_BACK_S:.0f} s")
 
 
 def flip_all(folder: Path, place: float) -> int:

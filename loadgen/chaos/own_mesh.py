@@ -100,7 +100,7 @@ class Starter:
         return self.settings.folder / "kv-disk"
 
     def start_worker_with_disk(self) -> Child:
-        """A prefill worker that keeps blocks over restarts."""
+        """A worker of both roles that keeps blocks over restarts."""
         return self._start_with_disk(None)
 
     def start_worker_with_bad_disk(self, kind: str) -> Child:
@@ -108,10 +108,10 @@ class Starter:
         return self._start_with_disk((sys.executable, "-P", "-m", "loadgen.chaos.bad_disk", kind))
 
     def _start_with_disk(self, command: Sequence[str] | None) -> Child:
-        flags = ("--role", "prefill", "--model", self.settings.model, "--kv-disk")
+        flags = ("--role", "both", "--model", self.settings.model, "--kv-disk")
         return self.start(
             "worker",
-            "prefill-disk",
+            "both-disk",
             *flags,
             str(self.kv_disk),
             *self.settings.worker_flags(),
