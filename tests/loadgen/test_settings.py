@@ -96,9 +96,8 @@ def test_credentials_are_in_no_public_address() -> None:
 )
 def test_what_can_not_be_sent_is_refused_by_name(changes: dict[str, Any], param: str) -> None:
     """Ramps, traces and keys that make no sense are errors of their own option."""
-    values = {"target": "http://127.0.0.1:8000", "model": "m", "rate": 1.0} | changes
     with pytest.raises(ConfigError) as refused:
-        LoadSettings(**values)
+        LoadSettings(**(GOOD | changes))
     assert refused.value.param == param
 
 
