@@ -24,6 +24,7 @@ import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from infra.http_exchange import Exchange
 from schemas.errors import InvalidRequest, MeshError
 from schemas.openai import ErrorAnswer, ErrorBody
 
@@ -107,6 +108,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refusal: MeshError | None = None
         self._is_deaf = False  # closes after the answer on its way
         self._is_refused = False  # has been told; waits for the client to close
+        self._watched: set[Exchange] = set()
 
     # --- the connection -----------------------------------------------------------------------
 
@@ -126,6 +128,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_timer()
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
+        for exchange in list(self._watched):
+            exchange.tell()
 
     def data_received(self, data: bytes) -> None:
         """Bytes of the client: parts of a request, one, or several."""
@@ -172,6 +176,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refusal = _too_large(self.bounds.max_head_bytes)
             raise self._refusal
         super().on_headers_complete()
+        exchange = Exchange(self.transport, self.flow, self.cycle, self._watched)
+        exchange.put_into(self.scope)  # type: ignore[arg-type] # before its task has begun
         self._in_body = True
 
     def on_chunk_header(self) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import sys
+import time
 from collections.abc import Callable, MutableMapping
 from typing import Any, TextIO
 
@@ -76,12 +77,7 @@ def set_up_process(
 
 
 def _processors(format: str, stream: TextIO, echo: TextIO | None) -> list[Processor]:
-    processors: list[Processor] = [
-        structlog.contextvars.merge_contextvars,
-        structlog.processors.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
-        structlog.processors.StackInfoRenderer(),
-    ]
+    processors: list[Processor] = [_Stamp()]
     if echo is not None:
         processors.append(_Echo(echo))
     if format == "json":
@@ -110,6 +106,26 @@ class _Field:
         self, _logger: Any, _method: str, event: MutableMapping[str, Any]
     ) -> MutableMapping[str, Any]:
         event.setdefault(self._key, self._value)
+        return event
+
+
+class _Stamp:
+    """Adds level and time. A request has several lines, so the parts of a second are all that is
+    written anew in each."""
+
+    def __init__(self) -> None:
+        self._second = -1
+        self._until_second = ""
+
+    def __call__(
+        self, _logger: Any, method: str, event: MutableMapping[str, Any]
+    ) -> MutableMapping[str, Any]:
+        event["level"] = {"warn": "warning", "exception": "error"}.get(method, method)
+        second, ns = divmod(time.time_ns(), 1_000_000_000)
+        if second != self._second:
+            self._second = second
+            self._until_second = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
+        event["timestamp"] = f"{self._until_second}.{ns // 1000:06d}Z"
         return event
 
 

@@ -54,7 +54,7 @@ class Metrics:
         self.open_requests = Gauge(
             "mesh_open_requests", "Requests that this bridge is answering", registry=registry
         )
-        self.ttft_seconds = Histogram(
+        self.ttft_seconds = TallyHistogram(
             "mesh_ttft_seconds", "Bridge took the request until it wrote the first token",
             registry=registry, buckets=_SECONDS,
         )  # fmt: skip
@@ -62,7 +62,7 @@ class Metrics:
             "mesh_itl_seconds", "Gap between two token events of one stream, at the bridge",
             registry=registry, buckets=_GAPS,
         )  # fmt: skip
-        self.e2e_seconds = Histogram(
+        self.e2e_seconds = TallyHistogram(
             "mesh_e2e_seconds", "Bridge took the request until it wrote the last byte",
             registry=registry, buckets=_SECONDS,
         )  # fmt: skip

@@ -153,14 +153,24 @@ class Supervisor:
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        for number in numbers:
-            loop.add_signal_handler(number, self._on_signal)
+        handlers = {signal.SIGINT: self._on_signal, signal.SIGTERM: self._on_signal}
+        if self._config.bridge.tls_cert:
+            handlers[signal.SIGHUP] = self._on_hangup
+        elif signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup had it so
+            handlers[signal.SIGHUP] = self._on_signal
+        for number, handler in handlers.items():
+            loop.add_signal_handler(number, handler)
         try:
             yield
         finally:
-            for number in numbers:
+            for number in handlers:
                 loop.remove_signal_handler(number)
+
+    def _on_hangup(self) -> None:
+        """The bridges read their certificate again."""
+        for child in self._children:
+            if child.spec.kind == "bridge":
+                child.send(signal.SIGHUP)
 
     def _on_signal(self) -> None:
         if not self._children:

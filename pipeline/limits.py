@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from operator import attrgetter
 from typing import NamedTuple
 
 import msgspec
@@ -34,6 +35,7 @@ RANGES: dict[str, Range] = {
     "prompt_logprobs": Range(0, 20),
     "n": Range(1, 64),
 }
+_ranged = attrgetter(*RANGES)
 PRIORITY = Range(-(2**31), 2**31 - 1)
 LOGIT_BIAS = Range(-100.0, 100.0)
 # Logprobs of a prompt's tokens, alternatives included, over all choices. Those of a choice travel
@@ -70,8 +72,9 @@ def check_sampling(params: SamplingParams) -> None:
     Raises:
         InvalidRequest: naming the field.
     """
-    for field in RANGES:
-        check_number(field, getattr(params, field))
+    for field, value in zip(RANGES, _ranged(params), strict=True):
+        if value is not None:
+            _check(field, value, RANGES[field])
     if params.max_tokens == 0 and params.prompt_logprobs is None:
         raise InvalidRequest(
             "max_tokens must be at least 1, or 0 where only the prompt's logprobs are wanted "

@@ -51,7 +51,7 @@ class ChoiceView:
 
     def take(self, delta: TokenDelta) -> list[TokenDelta]:
         """Add a valid delta; return those that now follow the run, in order."""
-        if delta.number != self.next_number:
+        if delta.number != len(self.token_ids):
             if delta.number > self.next_number:
                 self.waiting.setdefault(delta.number, delta)
             return []
@@ -98,7 +98,8 @@ class RequestView:
             self.num_void += 1
             return []
         self.epoch_of_last_token = self.epoch
-        return self.choice(delta.index).take(delta)
+        choice = self.choices.get(delta.index) or self.choice(delta.index)
+        return choice.take(delta)
 
     def apply_entry(self, seq: int, entry: ChainEntry) -> None:
         """Apply the chain entry stored at stream sequence ``seq``."""

@@ -39,6 +39,11 @@ class QuietWatch:
         """``who`` heard something, or waits no more."""
         self._since_s.pop(who, None)
 
+    def again(self, who: object) -> None:
+        """``who`` heard something; if it waited, it waits on."""
+        if self._since_s.pop(who, None) is not None:
+            self.begin(who)
+
     @property
     def _due_s(self) -> float:
         return max(next(iter(self._since_s.values())), self._checked_s) + QUIET_S

@@ -204,7 +204,8 @@ class TokenStream:
         self._held: list[tuple[int, Part]] | None = None
         self._accepted: Accepted | None = None
         self._wake = asyncio.Event()
-        self._wake_up = self._wake.set
+        self._take_now: Callable[[Sequence[TokenDelta]], bool] | None = None
+        self._failure: Exception | None = None  # of ``_take_now``
         self._has_begun = False  # a token was shown
         self._alarm: asyncio.TimerHandle | None = None  # at the deadline
 
@@ -245,7 +246,9 @@ class TokenStream:
             ReaderTooSlow: these calls came too rarely; what was kept is dropped.
             MeshError: the request ended otherwise.
         """
-        while not self._ready:
+        while self._failure is not None or not self._ready:
+            if self._failure is not None:
+                raise self._failure
             if self._too_slow is not None:
                 raise self._too_slow
             if self.view.terminal is not None:
@@ -255,6 +258,12 @@ class TokenStream:
         ready, self._ready = self._ready, []
         self._max_ready = self._hub.max_waiting
         return ready
+
+    def follow(self, take: Callable[[Sequence[TokenDelta]], bool] | None) -> None:
+        """Offer what comes to ``take`` first, from wherever it comes: it is to return at once.
+        True: it has taken all of it, and who waits in :meth:`next_deltas` is not woken. False, or
+        without one: it is ready there. What ``take`` raises is raised there, too."""
+        self._take_now = take
 
     async def __aiter__(self) -> AsyncIterator[TokenDelta]:
         """All deltas to the end."""
@@ -336,12 +345,28 @@ class TokenStream:
         if ready:
             self._ready += ready
             if self._has_begun:
-                self._hub.wakes.add(self._wake_up)
+                self._hub.wakes.add(self._hand_on)
             else:
                 self._has_begun = True
-                self._wake_up()
+                self._hand_on()
             if len(self._ready) > self._max_ready and self._held is None:
                 self._overflow()
+
+    def _hand_on(self) -> None:
+        """What is ready, to whoever follows, or to who waits."""
+        if self._take_now is None or self._held is not None:
+            self._wake.set()
+        elif self._ready:
+            try:
+                is_taken = self._take_now(self._ready)
+            except Exception as error:  # its own task is to hear of it, not the bus's
+                self._failure, self._take_now, is_taken = error, None, False
+            if is_taken:
+                self._ready = []
+                self._max_ready = self._hub.max_waiting
+                self._hub.quiet.again(self)
+            else:
+                self._wake.set()
 
     def _overflow(self) -> None:
         """Its reader does not keep up: keep nothing more for it."""

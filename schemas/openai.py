@@ -111,7 +111,7 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     """``POST /v1/completions``. ``prompt``: text, token ids, or a list of either."""
 
     prompt: str | list[str | int | list[int]]
-    logprobs: int | None = None
+    logprobs: int | bool | None = None  # false is null, as vLLM and chat have it
     echo: bool | None = None
 
 
@@ -154,7 +154,8 @@ class UsageBlock(Answer, frozen=True, kw_only=True):
 
 
 class TopLogprobEntry(Answer, frozen=True, kw_only=True):
-    """One alternative at a position. ``bytes`` is null where the token is part of a character."""
+    """One alternative at a position. ``bytes`` are the token's own, also where it is part of a
+    character and ``token`` has U+FFFD; null where nobody knows them."""
 
     token: str
     logprob: float

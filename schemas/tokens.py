@@ -20,6 +20,7 @@ class TopLogprob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     token_id: int
     token: str
     logprob: float
+    raw: bytes = b""  # its own bytes, where ``token`` can't say them
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -29,6 +30,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     token: str  # this token's own text, with U+FFFD where it holds part of a character
     logprob: float
     top: tuple[TopLogprob, ...] = ()
+    raw: bytes = b""  # its own bytes, where ``token`` can't say them
 
 
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

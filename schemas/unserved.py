@@ -6,6 +6,7 @@ answer than was asked for, so they are known, and refused unless they ask for no
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -45,6 +46,7 @@ class UnservedFields(Body, frozen=True, kw_only=True):
     web_search_options: Any = None
 
 
+_all_of = attrgetter(*UnservedFields.__struct_fields__)
 DEFAULT_TRUE = frozenset({"skip_special_tokens", "add_generation_prompt"})
 
 _FORMAT = "is not served: use response_format"
@@ -67,8 +69,10 @@ def unserved(body: UnservedFields) -> tuple[str, str] | None:
 
     Null, false, zero and empty ask for nothing, but for those whose default is true.
     """
-    for name in UnservedFields.__struct_fields__:
-        value = getattr(body, name)
+    values = _all_of(body)
+    if values.count(None) == len(values):
+        return None
+    for name, value in zip(UnservedFields.__struct_fields__, values, strict=True):
         asks = value is not None and not value if name in DEFAULT_TRUE else bool(value)
         if asks:
             return name, f"{name} {REASONS.get(name, 'is not served')}"

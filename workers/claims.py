@@ -309,12 +309,18 @@ class Claims:
         )
 
     async def through_outages(self, record: RequestRecord, action: Callable[[], Awaitable[T]]) -> T:
-        """What ``action`` returns; it is tried again while the bus is away or a queue full.
+        """What ``action`` returns; it is tried again while the bus is away or a queue full. Each
+        try ends by itself, as every call on the bus does; the first one is left to that.
 
         Raises:
             DeadlineExceeded: the request's deadline passed first.
         """
         left_ms = record.deadline_unix_ms - self._bus.now_unix_ms()
+        if left_ms > 0:
+            with contextlib.suppress(BusUnavailable, QueueFull):
+                return await action()
+            await asyncio.sleep(_RETRY_S)
+            left_ms = record.deadline_unix_ms - self._bus.now_unix_ms()
         try:
             async with asyncio.timeout(left_ms / 1000):
                 while left_ms > 0:

@@ -49,6 +49,7 @@ from workers.kv.prefetch import Brought
 
 _ADD_S = 30.0  # a step may take seconds; after so long another worker may be better
 _FLUSH_S = 2.0
+_MAX_TOGETHER = 1024  # tokens that go out together before the loop turns
 
 T = TypeVar("T")
 
@@ -110,9 +111,6 @@ class Running:
     def take(self, output: TokenOutput) -> TokenDelta:
         """Note a new token; the delta that tells of it."""
         self.num_new_tokens += 1
-        if not self.first_token_s:
-            self.first_token_s = time.perf_counter()
-            self.brought.let_go()
         self.tokens[output.index].append(output.token_id)
         self.finished[output.index] = output.finish_reason or ""
         return TokenDelta(
@@ -146,7 +144,8 @@ class Execution:
         writer: of this process; tokens of all requests pass it.
         hand_over: what to do with a request that is held after its first token: prefill workers
             give a lease and publish KvReady. None: requests are not held.
-        on_held: called when a request computes no more: there is room for another.
+        on_room: called when a request has its first token, or computes no more: there may be room
+            for another.
     """
 
     def __init__(
@@ -160,9 +159,10 @@ class Execution:
         *,
         fingerprint: str,
         hand_over: Callable[[Running, HeldRequest], None] | None = None,
-        on_held: Callable[[], None] = lambda: None,
+        on_room: Callable[[], None] = lambda: None,
     ) -> None:
         self.trace = HopTrace(bus, claims.worker)
+        self._bus = bus
         self._claims = claims
         self._engine = engine
         self._writer = writer
@@ -170,8 +170,9 @@ class Execution:
         self._log = log
         self._fingerprint = fingerprint
         self._hand_over = hand_over
-        self._on_held = on_held
+        self._on_room = on_room
         self._running: dict[str, Running] = {}
+        self._num_decoding = 0
         # Bounded by what the running requests may still generate. It grows only while the writer's
         # ring is full, that is when the broker has been away for minutes.
         self._reports: asyncio.Queue[StepReport] = asyncio.Queue()
@@ -182,6 +183,11 @@ class Execution:
         """Requests in the engine, and those whose end is not stored yet; held ones don't count."""
         return len(self._running)
 
+    @property
+    def num_decoding(self) -> int:
+        """Sequences of those requests that have brought a token."""
+        return self._num_decoding
+
     def runs(self, claimed: Claimed) -> bool:
         """Whether this request is among them."""
         return claimed.key in self._running
@@ -191,10 +197,13 @@ class Execution:
         self._reports.put_nowait(report)
 
     async def run(self) -> None:
-        """Publish what the engine reports, until cancelled."""
+        """Publish what the engine reports, until cancelled. What it has reported meanwhile goes
+        out together: one message for several steps that are over costs what one step's does."""
         async with task_scope() as self._tasks:
             while True:
                 report = await self._reports.get()
+                while self._reports.qsize() and len(report.outputs) < _MAX_TOGETHER:
+                    report.join(self._reports.get_nowait())
                 await self._publish(report)
 
     def spawn(self, work: Coroutine[None, None, T], name: str) -> asyncio.Task[T]:
@@ -225,9 +234,7 @@ class Execution:
         self._running[claimed.key] = running
         try:
             request = self._request(claimed, imported)
-            async with asyncio.timeout(_ADD_S):
-                await self._engine.prepare(request)
-                await self._engine.call(lambda engine: engine.add(request))
+            await self._add(request)
         except (EngineFailed, asyncio.CancelledError):
             running.brought.let_go()
             raise
@@ -245,6 +252,12 @@ class Execution:
         else:
             point: Point = "prefill_started" if claimed.role == "prefill" else "decode_started"
             await self.trace.mark(claimed.record.request_id, point)
+
+    async def _add(self, request: EngineRequest) -> None:
+        if request.sampling.response_format is not None:
+            async with asyncio.timeout(_ADD_S):
+                await self._engine.prepare(request)
+        await self._engine.call(lambda engine: engine.add(request), _ADD_S)
 
     def _request(self, claimed: Claimed, imported: Import) -> EngineRequest:
         record = claimed.record
@@ -270,15 +283,17 @@ class Execution:
         for running in list(self._running.values()):
             self.drop(running.claimed)
 
+    def release(self, key: str) -> None:
+        """Give back what ``key`` holds in the engine."""
+        self._engine.release(key)
+
     def _forget(self, key: str) -> Running | None:
         running = self._running.pop(key, None)
         if running is not None:
             running.brought.let_go()
+            if running.first_token_s:
+                self._num_decoding -= running.claimed.num_choices
         return running
-
-    def release(self, key: str) -> None:
-        """Give back what ``key`` holds in the engine."""
-        self._engine.release(key)
 
     async def _abandon(self, claimed: Claimed, error: MeshError) -> None:
         self._forget(claimed.key)
@@ -301,7 +316,7 @@ class Execution:
             if (running := self._forget(held.key)) is not None:
                 assert self._hand_over is not None, "nothing is held without a hand-over"
                 self._hand_over(running, held)
-                self._on_held()
+                self._on_room()
                 self._log_stage(running, "held", held)
         for failed in report.failed:
             if (running := self._running.get(failed.key)) is not None:
@@ -312,10 +327,16 @@ class Execution:
     async def _publish_tokens(self, report: StepReport) -> None:
         by_reader: dict[str, list[TokenDelta]] = {}
         is_last = bool(report.finished or report.held)
+        has_begun = False  # some request has its first token
         for output in report.outputs:
             running = self._running.get(output.key)
             if running is None:
                 continue  # cancelled or given up while this step ran
+            if not running.first_token_s:
+                running.first_token_s = time.perf_counter()
+                running.brought.let_go()
+                self._num_decoding += running.claimed.num_choices
+                has_begun = True
             delta = running.take(output)
             if delta.prompt_logprobs is None:
                 by_reader.setdefault(running.reader, []).append(delta)
@@ -323,6 +344,8 @@ class Execution:
                 await self._write_scored(running, delta, ask=is_last)
         for reader, deltas in by_reader.items():
             await self._write(reader, deltas, ask=is_last)
+        if has_begun:
+            self._on_room()
 
     async def _write_scored(self, running: Running, delta: TokenDelta, *, ask: bool) -> None:
         """In a message of its own: a long prompt's logprobs nearly fill one. Admission bounds their
@@ -335,9 +358,14 @@ class Execution:
             self.spawn(self._abandon(running.claimed, refused), f"refuse {running.claimed.key}")
 
     async def _write(self, reader: str, deltas: list[TokenDelta], *, ask: bool) -> None:
-        batch = TokenBatch(worker=self._claims.worker, deltas=tuple(deltas))
+        data = encode(TokenBatch(worker=self._claims.worker, deltas=tuple(deltas)))
+        if len(deltas) > 1 and not self._bus.fits(data):
+            half = len(deltas) // 2
+            await self._write(reader, deltas[:half], ask=False)
+            await self._write(reader, deltas[half:], ask=ask)
+            return
         await self._writer.until_room()
-        await self._writer.put(subjects.token_stream(reader), encode(batch), ask=ask)
+        await self._writer.put(subjects.token_stream(reader), data, ask=ask)
         if self.trace.is_on:
             for delta in deltas:
                 await self.trace.mark(delta.request_id, "token_written", delta.number)

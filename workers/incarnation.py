@@ -46,7 +46,7 @@ from workers.prefill import Prefill, Prefix
 _TOLD_S = 0.8  # of the grace time: when a drain gives back what has not ended
 _FLUSHED_S = 0.05  # of it: for the tokens written by then
 _GIVEN_BACK_S = 0.1  # of it: for the tasks that place requests again
-_MAX_WAITING_PREFILLS = 16  # taken beyond the running batch: the shared queue balances better
+_MAX_WAITING_PREFILLS = 16  # without a token so far: in the shared queue others may take them
 
 
 def _reader_of(task: PrefillTask | DecodeTask) -> str:
@@ -91,7 +91,7 @@ class Incarnation:
             log,
             fingerprint=info.fingerprint,
             hand_over=None if config.role == "both" else self._offers.offer,
-            on_held=self._poke,
+            on_room=self._poke,
         )
         self._stage_ctx = StageContext(
             bus=self._bus, chain=chain, metrics=ctx.metrics, log=ctx.log, process=ctx.process
@@ -210,8 +210,9 @@ class Incarnation:
 
     def _free_prefills(self) -> int:
         """Prefill is bound by compute, not by slots: what waits here can't go elsewhere. Nor is
-        there sense in more of it while decode workers don't come for what is held."""
-        waiting = self._num_busy + self._offers.num_waiting // 4
+        there sense in more of it while decode workers don't come for what is held. What has a
+        token here, and decodes, waits for nothing."""
+        waiting = self._num_busy - self.execution.num_decoding + self._offers.num_waiting // 4
         return min(self._free_slots(), _MAX_WAITING_PREFILLS - waiting)
 
     @property

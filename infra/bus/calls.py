@@ -13,8 +13,7 @@ import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
-from nats.aio.msg import Msg
-
+from infra.bus.wire import Msg
 from schemas.errors import MeshError
 
 _NO_RESPONDERS = "503"
@@ -22,7 +21,9 @@ _NO_RESPONDERS = "503"
 
 def status_of(message: Msg) -> str | None:
     """The status line of a message that the broker itself made, else None."""
-    return message.headers.get("Status") if message.headers and not message.data else None
+    if message.data or not message.headers:
+        return None
+    return message.headers.get("Status")
 
 
 class _Call(NamedTuple):

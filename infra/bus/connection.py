@@ -19,7 +19,6 @@ from typing import Any
 import msgspec
 import nats.errors
 import structlog
-from nats.aio.msg import Msg as Msg
 from nats.aio.subscription import Subscription
 
 from infra.bus.calls import PendingCalls, has_no_responders, status_of
@@ -34,6 +33,8 @@ from infra.bus.errors import (
 )
 from infra.bus.message import Stored, StoredMessage, from_direct_get, parse_time_ms
 from infra.bus.names import DEAD, TOKENS
+from infra.bus.wire import Msg as Msg
+from infra.bus.wire import header_block
 from infra.times import Times
 from schemas.errors import BusUnavailable, MeshError, PayloadTooLarge, SchemaError
 from schemas.headers import MSG_ID
@@ -54,7 +55,11 @@ def header_bytes(headers: Mapping[str, str] | None) -> int:
     """What headers add to a message on the wire; the broker's limit counts them."""
     if not headers:
         return 0
-    return 12 + sum(len(k.encode()) + len(v.encode()) + 4 for k, v in headers.items())
+    return 12 + sum(_num_bytes(k) + _num_bytes(v) + 4 for k, v in headers.items())
+
+
+def _num_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
 
 
 class Bus:
@@ -171,7 +176,9 @@ class Bus:
 
     def check_fits(self, data: bytes, headers: Mapping[str, str] | None = None) -> None:
         """PayloadTooLarge unless :meth:`fits`."""
-        size = len(data) + header_bytes(headers)
+        self._check_size(len(data) + header_bytes(headers))
+
+    def _check_size(self, size: int) -> None:
         if size > self.max_payload:
             raise PayloadTooLarge(f"{size} bytes, and the bus takes {self.max_payload}")
 
@@ -244,9 +251,10 @@ class Bus:
             raise BusUnavailable(f"the bus at {self.where} is away")
         if client.pending_data_size > MAX_UNSENT_BYTES:
             raise BusUnavailable(f"the bus at {self.where} does not keep up")
-        self.check_fits(data, headers)
         try:
-            await client.say(subject, data, reply, headers)
+            head = header_block(headers) if headers else b""
+            self._check_size(len(data) + len(head))
+            await client.say(subject, data, reply, head)
         except (nats.errors.BadSubjectError, nats.errors.BadHeaderError) as error:
             raise SchemaError(f"{subject!r} can't be published to", param="subject") from error
         except nats.errors.Error as error:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import NamedTuple
 
-from nats.aio.msg import Msg
+from infra.bus.wire import Msg
 
 NO_HEADERS: Mapping[str, str] = {}
 

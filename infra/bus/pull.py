@@ -114,8 +114,9 @@ class WorkPull:
         self._given_back: list[WorkMessage] = []
 
     def poke(self) -> None:
-        """There is room again: ask without waiting for the next look."""
-        self._awake.set()
+        """There may be room again: ask without waiting for the next look."""
+        if self._num_wanted:
+            self._awake.set()
 
     def stop(self) -> None:
         """Ask for nothing more. :meth:`run` gives back what still comes, and returns."""
@@ -135,9 +136,9 @@ class WorkPull:
             while not (self._is_stopping and self._credit <= 0):
                 if self._is_lost and not self._is_stopping and await self._is_fenced():
                     return
+                self._awake.clear()
                 await self._ask()
                 await self._give_back()
-                self._awake.clear()
                 await self._until_something()
             await self._give_back()
         finally:
@@ -180,12 +181,19 @@ class WorkPull:
         self._start_over()
         return False
 
-    async def _ask(self) -> None:
+    @property
+    def _num_wanted(self) -> int:
+        """How many to ask for now. While half of the room is asked for, a question per message
+        brings nothing."""
         if self._is_lost or self._is_stopping or not self._bus.is_connected:
-            return
+            return 0
         count = self._free() - self._credit
-        if count <= 0 or count < self._credit:
-            return  # while half of the room is asked for, a question per message brings nothing
+        return count if count > 0 and count >= self._credit else 0
+
+    async def _ask(self) -> None:
+        count = self._num_wanted
+        if not count:
+            return
         if self._credit == 0:
             self._heard_s = asyncio.get_running_loop().time()
         request = f'{{"batch": {count}, "expires": {int(self._expiry_s * 1e9)}}}'
@@ -206,7 +214,8 @@ class WorkPull:
             self._take(WorkMessage(self._bus, message))
         elif message.subject == f"{self._inbox}.{self._generation}":
             self._hear_status(message.headers or {})
-        self._awake.set()
+        if self._is_lost or self._is_stopping or self._num_wanted:
+            self._awake.set()
 
     def _take(self, message: WorkMessage) -> None:
         if self._is_stopping:

@@ -24,6 +24,7 @@ from typing import NamedTuple
 from infra.bus.connection import Bus, BusSubscription, Msg
 from infra.bus.names import TOKENS
 from infra.bus.replay import end_of_stream, replay
+from infra.bus.wire import number_in
 from schemas import subjects
 from schemas.errors import BusUnavailable
 
@@ -31,6 +32,7 @@ _MAX_SUBJECTS = 65536  # whose last sequences are remembered
 _RETRY_S = 0.05
 _MAX_HELD_MSGS = 8192
 _MAX_HELD_BYTES = 32 << 20
+_SEQUENCE, _PREVIOUS = b"\r\nNats-Sequence: ", b"\r\nNats-Last-Sequence: "
 
 Deliver = Callable[[int, str, bytes], None]
 
@@ -140,14 +142,14 @@ class StreamReader:
     # -- live ----------------------------------------------------------------------------------
 
     def _receive(self, message: Msg) -> None:
-        headers = message.headers
         if self._subscription is None and not self._is_filling:
             return
-        if headers is None or "Nats-Sequence" not in headers:
+        seq = number_in(message.header, _SEQUENCE)
+        if seq is None:
             return  # not the stream's own: somebody published to the live subject
         live = _Live(
-            int(headers["Nats-Sequence"]),
-            int(headers.get("Nats-Last-Sequence", "0")),
+            seq,
+            number_in(message.header, _PREVIOUS) or 0,
             subjects.stored(message.subject),
             message.data,
         )

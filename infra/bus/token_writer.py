@@ -17,9 +17,9 @@ reader sees some batches twice, and none never.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import deque
 
+import msgspec
 import structlog
 
 from infra.bus.connection import Bus, Msg
@@ -58,7 +58,7 @@ class TokenWriter:
         self._answer_s = _ANSWER_S
         self._progress_s = 0.0  # when something was last confirmed
         self._was_late = False
-        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
+        self._waiting: dict[asyncio.Future[None], int] = {}  # until the end of what is confirmed
         self._awake = asyncio.Event()
         self._room = asyncio.Event()
         self._room.set()
@@ -112,19 +112,22 @@ class TokenWriter:
         if not self._ring:
             return
         target = self._first + len(self._ring)
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((target, future))
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+        self._waiting[future] = target
+        timer = loop.call_later(timeout_s, self._give_up, future, timeout_s)
         try:
-            async with asyncio.timeout(timeout_s):
-                if self._next == target and (target - 1) not in self._asked:
-                    await self._write(target - 1, ask=True)
-                await future
-        except TimeoutError:
-            raise BusUnavailable(
-                f"{len(self._ring)} token batches not confirmed in {timeout_s:.3g} s"
-            ) from None
+            if self._next == target and (target - 1) not in self._asked:
+                await self._write(target - 1, ask=True)
+            await future
         finally:
-            self._waiting = [waiter for waiter in self._waiting if waiter[1] is not future]
+            timer.cancel()
+            del self._waiting[future]
+
+    def _give_up(self, future: asyncio.Future[None], after_s: float) -> None:
+        if not future.done():
+            text = f"{len(self._ring)} token batches not confirmed in {after_s:.3g} s"
+            future.set_exception(BusUnavailable(text))
 
     async def run(self) -> None:
         """Confirm and send again, for ever; the owner cancels it after a :meth:`flush`."""
@@ -217,7 +220,7 @@ class TokenWriter:
         generation, number = map(int, message.subject.rsplit(".", 2)[1:])
         if generation != self._generation or number not in self._asked or not message.data:
             return  # of before, or no stream there: asked again when the time is over
-        answer = json.loads(message.data)
+        answer = msgspec.json.decode(message.data)
         if "error" in answer:
             log.warning("token_batch_refused", reason=answer["error"].get("description"))
             return
@@ -240,6 +243,6 @@ class TokenWriter:
             self._answer_s = _ANSWER_S
         if not self.is_full:
             self._room.set()
-        for target, future in self._waiting:
+        for future, target in self._waiting.items():
             if target <= end and not future.done():
                 future.set_result(None)

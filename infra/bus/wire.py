@@ -15,15 +15,36 @@ from functools import lru_cache
 from typing import Any
 
 import nats.errors
-from nats.aio.msg import Msg
 from nats.protocol.parser import AWAITING_CONTROL_LINE, Parser
-
-Callback = Callable[[Msg], None]
 
 _VERSION = "NATS/1.0"
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _LINE_BREAKS = re.compile(r"[\r\n]+")
-_MAX_TORN_BYTES = 1 << 16  # of a message that is kept for the next read; more is the library's
+_MAX_TORN_BYTES = 1 << 18  # of a message that is kept for the next read; more is the library's
+
+
+class Msg:
+    """A message as it came. Most are read without a look at most of their headers, so ``header``
+    has the bytes of all, empty without any, and they are parsed when they are first asked for."""
+
+    __slots__ = ("_headers", "data", "header", "reply", "subject")
+
+    def __init__(self, subject: str, reply: str, data: bytes, header: bytes = b"") -> None:
+        self.subject = subject
+        self.reply = reply
+        self.data = data
+        self.header = header
+        self._headers: dict[str, str] | None = None
+
+    @property
+    def headers(self) -> dict[str, str] | None:
+        """Those of the message, see :func:`parse_headers`; None without any."""
+        if self._headers is None and self.header:
+            self._headers = parse_headers(self.header)
+        return self._headers
+
+
+Callback = Callable[[Msg], None]
 
 
 class MessageParser(Parser):
@@ -119,6 +140,16 @@ def header_block(headers: Mapping[str, str]) -> bytes:
 def _check_name(name: str) -> None:
     if not _HEADER_NAME.fullmatch(name):
         raise nats.errors.BadHeaderError(name)
+
+
+def number_in(header: bytes, mark: bytes) -> int | None:
+    """The number behind ``mark``, a header's name with the line break before it and the colon and
+    blank behind it: the last one's, as :func:`parse_headers` has it. None without such a header."""
+    at = header.rfind(mark)
+    if at < 0:
+        return None
+    start = at + len(mark)
+    return int(header[start : header.find(b"\r", start)])
 
 
 def parse_headers(header: bytes) -> dict[str, str]:

@@ -13,8 +13,8 @@ import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
 from infra.failure import first_mesh_error
+from infra.http_exchange import Exchange
 from infra.http_protocol import new_request_label, request_label
-from infra.task_scope import task_scope
 from pipeline.access.errors import extra_headers
 from pipeline.access.permit import ANYONE, Permit
 from pipeline.bridge.answers import error_answer
@@ -61,8 +61,8 @@ class Call:
         self._failure_event: FailureEvent | None = None
         self._receive = receive
         self._send = send
+        self._exchange = Exchange.of(scope)
         self._scope: asyncio.Timeout | None = None
-        self._tasks: asyncio.TaskGroup | None = None
         self._reason: MeshError | None = None
 
     @property
@@ -88,6 +88,9 @@ class Call:
         declared = self.headers.get(b"content-length", b"")
         if declared.isdigit() and int(declared) > max_bytes:
             raise _too_large(max_bytes)
+        body = self._exchange.whole_body() if self._exchange is not None else None
+        if body is not None and len(body) <= max_bytes:
+            return body
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._read(max_bytes)
@@ -112,16 +115,18 @@ class Call:
     # --- work ---------------------------------------------------------------------------------
 
     async def attended(self, work: Coroutine[Any, Any, None], timeout_s: float) -> None:
-        """Do ``work`` while the client stays; helpers started meanwhile end with it.
+        """Do ``work`` while the client stays.
 
         Raises:
-            ClientLeft: the connection closed first.
+            ClientLeft: the connection closed first. Only our own server tells of that.
             DeadlineExceeded: ``timeout_s`` passed first.
             MeshError: what ``work`` raised, or what :meth:`interrupt` was given.
         """
+        exchange = self._exchange
         try:
-            async with asyncio.timeout(timeout_s) as self._scope, task_scope() as self._tasks:
-                self._tasks.create_task(self._watch(), name="disconnect")
+            async with asyncio.timeout(timeout_s) as self._scope:
+                if exchange is not None:
+                    exchange.watch(self._leave)
                 await work
         except TimeoutError:
             late = DeadlineExceeded(f"no complete answer within {timeout_s:.3g} s")
@@ -132,12 +137,9 @@ class Call:
                 raise
             raise error from group
         finally:
-            self._scope = self._tasks = None
-
-    def start_helper(self, helper: Coroutine[Any, Any, None], name: str) -> None:
-        """Run ``helper`` beside the work until that ends."""
-        assert self._tasks is not None, "helpers run beside attended work"
-        self._tasks.create_task(helper, name=name)
+            self._scope = None
+            if exchange is not None:
+                exchange.unwatch()
 
     def interrupt(self, reason: MeshError) -> None:
         """Make the attended work end with ``reason``; without effect when there is none."""
@@ -145,9 +147,7 @@ class Call:
             self._reason = reason
             self._scope.reschedule(asyncio.get_running_loop().time())
 
-    async def _watch(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+    def _leave(self) -> None:
         self.interrupt(ClientLeft("the client closed the connection"))
 
     # --- out ----------------------------------------------------------------------------------
@@ -174,9 +174,20 @@ class Call:
 
     async def write(self, data: bytes, *, last: bool = False) -> None:
         """Send a part of the body; waits while the client's connection is full."""
+        if not last and self.write_now(data):
+            return
         message: Message = {"type": "http.response.body", "body": data, "more_body": not last}
         await self._send(message)
         self._is_complete = last
+
+    @property
+    def can_write_now(self) -> bool:
+        """Whether a part of a stream could be sent without waiting."""
+        return self._exchange is not None and self._exchange.is_writable
+
+    def write_now(self, data: bytes) -> bool:
+        """Send a part of a stream if that needs no waiting; whether it was sent."""
+        return self._exchange is not None and self._exchange.write(data)
 
     async def fail(self, error: MeshError, retry_after_s: int) -> None:
         """Tell the client of ``error``: as the answer, or as the last event of a stream."""

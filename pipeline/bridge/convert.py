@@ -95,11 +95,14 @@ def completion_requests(body: CompletionBody, arrival: Arrival) -> list[Inferenc
         )
     max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     echo = bool(body.echo)
+    if body.logprobs is True:
+        raise InvalidRequest("logprobs is a number in completions", param="logprobs")
+    logprobs = None if body.logprobs is False else body.logprobs
     sampling = _sampling(
         body,
         max_tokens=max_tokens,
-        logprobs=body.logprobs,
-        prompt_logprobs=body.logprobs if echo else None,
+        logprobs=logprobs,
+        prompt_logprobs=logprobs if echo else None,
     )
     return [_request(body, arrival, sampling, prompt=prompt, echo=echo) for prompt in prompts]
 

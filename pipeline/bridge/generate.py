@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 from infra.failure import first_mesh_error
@@ -22,6 +23,7 @@ from schemas.tokens import Accepted, StreamEnd, TokenDelta, Usage
 
 Opener = Callable[[], Awaitable[Stream]]
 Sink = Callable[[int, Sequence[TokenDelta]], Awaitable[None]]
+Taker = Callable[[int, Sequence[TokenDelta]], bool]
 
 
 async def together(jobs: Sequence[Coroutine[Any, Any, None]]) -> None:
@@ -52,6 +54,7 @@ class Generation:
         self._openers = openers
         self._streams: dict[int, Stream] = {}  # by prompt
         self._accepted: dict[int, Accepted] = {}
+        self._ends: dict[int, StreamEnd] = {}
         self.n = n
 
     @property
@@ -92,25 +95,31 @@ class Generation:
         """Per choice, the text that goes in front of it."""
         return [one.echo_text or "" for one in self.accepted for _ in range(self.n)]
 
-    async def run(self, sink: Sink) -> None:
+    async def run(self, sink: Sink, taker: Taker | None = None) -> None:
         """Give ``sink`` all deltas, with the number of the first choice of their prompt.
 
         Prompts are read side by side; a sink that waits holds back only its own prompt.
 
+        Args:
+            taker: is offered what comes right as it comes, and says whether it took it; the sink
+                gets the rest, in order. No task is woken for what it takes.
+
         Raises:
             MeshError: one of the streams failed.
         """
-        await together([self._pump(i, sink) for i in range(self.num_prompts)])
+        await together([self._pump(i, sink, taker) for i in range(self.num_prompts)])
 
-    async def _pump(self, prompt: int, sink: Sink) -> None:
+    async def _pump(self, prompt: int, sink: Sink, taker: Taker | None) -> None:
         stream, first = self._streams[prompt], prompt * self.n
-        while deltas := await stream.next_deltas():
-            await sink(first, deltas)
-
-    @property
-    def _ends(self) -> list[StreamEnd]:
-        ends = [self._streams[i].end for i in range(self.num_prompts) if i in self._streams]
-        return [end for end in ends if end is not None]
+        if taker is not None:
+            stream.follow(partial(taker, first))
+        try:
+            while deltas := await stream.next_deltas():
+                await sink(first, deltas)
+        finally:
+            stream.follow(None)
+        if stream.end is not None:
+            self._ends[prompt] = stream.end
 
     @property
     def is_complete(self) -> bool:
@@ -134,12 +143,14 @@ class Generation:
     @property
     def reasons(self) -> list[str]:
         """Finish reasons, per choice; complete after :meth:`run`."""
-        return [reason for end in self._ends for reason in end.finish_reasons]
+        return [reason for i in range(self.num_prompts) for reason in self._ends[i].finish_reasons]
 
     @property
     def usage(self) -> Usage:
         """Of all prompts together; complete after :meth:`run`."""
-        usages = [end.usage for end in self._ends]
+        usages = [end.usage for end in self._ends.values()]
+        if len(usages) == 1:
+            return usages[0]
         return Usage(
             prompt_tokens=sum(usage.prompt_tokens for usage in usages),
             completion_tokens=sum(usage.completion_tokens for usage in usages),
@@ -205,6 +216,7 @@ class StreamedAnswer:
         self._last_write_s = call.started_s
         self._last_token_s: dict[int, float] = {}  # by first choice of a prompt
         self._turn = asyncio.Lock()
+        self._is_waiting = False  # to write what must go before all else
 
     async def run(self) -> None:
         """Headers, all events, the end.
@@ -214,9 +226,15 @@ class StreamedAnswer:
         """
         await self._call.open_stream(self._events.failure)
         self._last_write_s = time.perf_counter()
-        self._call.start_helper(self._keep_alive(), name="keep alive")
         one = self._generation.num_prompts == 1
-        await self._generation.run(self._write if one else self._write_in_turn)
+        self._watch_silence()
+        try:
+            if one:
+                await self._generation.run(self._write, self._write_now)
+            else:
+                await self._generation.run(self._write_in_turn)
+        finally:
+            self._silence.cancel()
         end = self._events.end(self._generation.reasons, self._generation.usage)
         await self._call.write(end, last=True)
 
@@ -225,11 +243,31 @@ class StreamedAnswer:
             await self._write(first, deltas)
 
     async def _write(self, first: int, deltas: Sequence[TokenDelta]) -> None:
-        encode = self._events.delta
-        data = b"".join([encode(first + delta.index, delta) for delta in deltas])
+        data = self._events_of(first, deltas)
         if not data:
             return
-        await self._call.write(data)
+        self._is_waiting = True
+        try:
+            await self._call.write(data)
+        finally:
+            self._is_waiting = False
+        self._note_write(first)
+
+    def _write_now(self, first: int, deltas: Sequence[TokenDelta]) -> bool:
+        """The same where nothing is to be waited for; whether it was."""
+        if self._is_waiting or not self._call.can_write_now:
+            return False
+        data = self._events_of(first, deltas)
+        if data:
+            self._call.write_now(data)
+            self._note_write(first)
+        return True
+
+    def _events_of(self, first: int, deltas: Sequence[TokenDelta]) -> bytes:
+        encode = self._events.delta
+        return b"".join([encode(first + delta.index, delta) for delta in deltas])
+
+    def _note_write(self, first: int) -> None:
         self._last_write_s = time.perf_counter()
         if self._metrics is not None:
             self._note_pace(self._metrics, first, self._last_write_s)
@@ -244,11 +282,12 @@ class StreamedAnswer:
             metrics.ttft_seconds.observe(ttft_s)
         self._last_token_s[first] = now_s
 
-    async def _keep_alive(self) -> None:
-        while True:
-            silent_s = time.perf_counter() - self._last_write_s
-            if silent_s < self._keep_alive_s:
-                await asyncio.sleep(self._keep_alive_s - silent_s)
-                continue
-            self._last_write_s = time.perf_counter()
-            await self._call.write(KEEP_ALIVE)
+    def _watch_silence(self) -> None:
+        """A comment after each ``keep_alive_s`` without an event. One that finds the connection
+        full is left out: there is enough on its way."""
+        now_s = time.perf_counter()
+        if now_s - self._last_write_s >= self._keep_alive_s:
+            self._call.write_now(KEEP_ALIVE)
+            self._last_write_s = now_s
+        left_s = self._keep_alive_s - (now_s - self._last_write_s)
+        self._silence = asyncio.get_running_loop().call_later(left_s, self._watch_silence)

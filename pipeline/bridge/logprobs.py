@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from schemas.openai import ChatLogprobs, CompletionLogprobs, LogprobEntry, TopLogprobEntry
-from schemas.tokens import TokenLogprob
+from schemas.tokens import TokenLogprob, TopLogprob
 
 _LEAST = -9999.0  # stands for minus infinity, which JSON can't say; OpenAI's choice too
 _PART_OF_CHARACTER = "\ufffd"
@@ -15,8 +15,10 @@ def _finite(logprob: float) -> float:
     return max(logprob, _LEAST)
 
 
-def _bytes(token: str) -> list[int] | None:
-    return None if _PART_OF_CHARACTER in token else list(token.encode())
+def _bytes(one: TokenLogprob | TopLogprob) -> list[int] | None:
+    if one.raw:
+        return list(one.raw)
+    return None if _PART_OF_CHARACTER in one.token else list(one.token.encode())
 
 
 def chat_logprobs(tokens: Iterable[TokenLogprob]) -> ChatLogprobs:
@@ -26,10 +28,10 @@ def chat_logprobs(tokens: Iterable[TokenLogprob]) -> ChatLogprobs:
             LogprobEntry(
                 token=one.token,
                 logprob=_finite(one.logprob),
-                bytes=_bytes(one.token),
+                bytes=_bytes(one),
                 top_logprobs=[
                     TopLogprobEntry(
-                        token=top.token, logprob=_finite(top.logprob), bytes=_bytes(top.token)
+                        token=top.token, logprob=_finite(top.logprob), bytes=_bytes(top)
                     )
                     for top in one.top
                 ],

@@ -217,7 +217,11 @@ def _schemas() -> Json:
         for name, allowed in BODY_RANGES.items():
             if name in properties:
                 _limit(properties[name], *allowed)
-    _limit(components[CompletionBody.__name__]["properties"]["logprobs"], *RANGES["logprobs"])
+    logprobs = components[CompletionBody.__name__]["properties"]["logprobs"]
+    _limit(logprobs, *RANGES["logprobs"])
+    for one in logprobs["anyOf"]:
+        if one["type"] == "boolean":
+            one["enum"] = [False]
     return components
 
 

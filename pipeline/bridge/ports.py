@@ -37,6 +37,10 @@ class Stream(Protocol):
     async def next_deltas(self) -> list[TokenDelta]:
         """All that is ready, at least one; empty when complete. Raises MeshError on failure."""
 
+    def follow(self, take: Callable[[Sequence[TokenDelta]], bool] | None) -> None:
+        """Give what comes to ``take`` at once, in place of waking who waits in ``next_deltas``;
+        what it refuses, by False, is ready there. None ends that."""
+
     async def cancel(self, reason: str = "") -> None:
         """End the request wherever it is."""
 

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -43,13 +44,15 @@ class Mesh:
         self.process: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
 
-    def start(self, *flags: str) -> None:
+    def start(self, *flags: str, ignores: signal.Signals | None = None) -> None:
+        before = partial(signal.signal, ignores, signal.SIG_IGN) if ignores else None
         self.process = subprocess.Popen(
             [sys.executable, str(SCRIPT), "up", "--data", str(self.data), *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,  # pytest's own Ctrl-C must not stop it first
+            preexec_fn=before,
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -68,9 +71,12 @@ class Mesh:
             timeout_s,
         )
 
-    def start_ready(self, *flags: str) -> list[psutil.Process]:
+    def start_ready(
+        self, *flags: str, ignores: signal.Signals | None = None
+    ) -> list[psutil.Process]:
         """Start, wait until it is ready; all its processes below the supervisor."""
-        self.start(*(flags or ("--port", "0", "--both", "1", "--model", "m=good")))
+        flags = flags or ("--port", "0", "--both", "1", "--model", "m=good")
+        self.start(*flags, ignores=ignores)
         self.wait_for("ready after")
         assert self.process is not None
         return psutil.Process(self.process.pid).children(recursive=True)
@@ -183,6 +189,22 @@ def test_ctrl_c_twice_kills(mesh: Mesh) -> None:
     mesh.signal(signal.SIGINT)
     mesh.ended()
     assert time.monotonic() - started_s < 7.5  # the usual grace time is 8 s
+    assert_nothing_left(mesh, processes)
+
+
+def test_a_closed_terminal_ends_it_in_order_unless_that_is_ignored(mesh: Mesh) -> None:
+    """SIGHUP is an end like Ctrl-C; under nohup, which has it ignored, it is nothing."""
+    flags = ("--port", "0", "--model", "m=good")
+    processes = mesh.start_ready(*flags, ignores=signal.SIGHUP)
+    mesh.signal(signal.SIGHUP)
+    mesh.signal(signal.SIGINT)
+    assert mesh.ended() == 0
+    assert_nothing_left(mesh, processes)
+    assert_drained_in_order(mesh)
+    mesh.lines.clear()
+    processes = mesh.start_ready()
+    mesh.signal(signal.SIGHUP)
+    assert mesh.ended() == 0
     assert_nothing_left(mesh, processes)
 
 

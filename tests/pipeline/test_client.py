@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -170,6 +170,41 @@ async def test_an_answer_is_read_to_its_end(mesh: Played) -> None:
         assert stream.end.usage.completion_tokens == 3
         assert await stream.next_deltas() == []  # and says so again
         assert client.num_open == 0
+
+
+async def test_who_follows_has_each_token_once(mesh: Played) -> None:
+    """What it takes is not read again; what it refuses is, in order, and is not offered again."""
+    async with mesh.client() as client:
+        stream = await client.submit(request())
+        taken: list[int] = []
+
+        def take_two(deltas: Sequence[TokenDelta]) -> bool:
+            if len(taken) >= 2:
+                return False
+            taken.extend(token for delta in deltas for token in delta.ids)
+            return True
+
+        stream.follow(take_two)
+        await mesh.answer(stream, 5, 6, 7, 8, 9)
+        rest = await ids_of(stream)
+        assert taken[:1] == [5]
+        assert taken + rest == [5, 6, 7, 8, 9]
+
+
+async def test_a_follower_that_fails_ends_its_own_stream(mesh: Played) -> None:
+    """Its reader hears of it, and the other streams of the client go on."""
+    async with mesh.client() as client:
+        stream, other = await client.submit(request()), await client.submit(request())
+
+        def fail(deltas: Sequence[TokenDelta]) -> bool:
+            raise ArithmeticError("a bug")
+
+        stream.follow(fail)
+        await mesh.answer(stream, 5, 6)
+        await mesh.answer(other, 7, 8)
+        assert await ids_of(other) == [7, 8]
+        with pytest.raises(ArithmeticError):
+            await stream.next_deltas()
 
 
 async def test_streams_of_one_client_are_kept_apart(mesh: Played) -> None:

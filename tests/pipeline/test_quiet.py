@@ -39,6 +39,24 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Loop:
     return made
 
 
+def test_who_hears_something_and_waits_on_waits_from_then(loop: Loop) -> None:
+    """Its silence begins anew, behind those who have waited longer; who did not wait is not
+    entered by it."""
+    asked: list[float] = []
+    watch = QuietWatch(lambda: asked.append(loop.now_s))
+    watch.begin("a")
+    loop.turn_to(100.5)
+    watch.begin("b")
+    loop.turn_to(100.8)
+    watch.again("a")
+    watch.again("c")
+    assert len(watch) == 2
+    loop.turn_to(101.4)
+    assert asked == []
+    loop.turn_to(101.5)
+    assert asked == [101.5]
+
+
 def test_one_who_waits_in_silence_has_it_asked_once_a_second(loop: Loop) -> None:
     """Not before a second of silence, and again while the silence lasts."""
     asked: list[float] = []

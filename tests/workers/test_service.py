@@ -275,6 +275,26 @@ async def test_a_busy_worker_leaves_work_to_others(place: Workplace, role: str) 
     assert make_beat(busy).load.num_free_slots == 4
 
 
+async def test_what_decodes_keeps_no_prefill_waiting(
+    place: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker of both roles fills all its places: few prompts wait at a time, and a request that
+    has a token waits for nothing."""
+    monkeypatch.setattr("workers.incarnation._MAX_WAITING_PREFILLS", 2)
+    worker = await place.worker("b", "both", max_num_sequences=12, num_blocks=256)
+    worker.runner.gate.clear()
+    records = [await place.ask([10 + number], max_tokens=60) for number in range(12)]
+    for count in range(2, 12, 2):
+        await until(lambda at_least=count: worker.owed >= at_least)
+        worker.runner.close_after(3)
+        worker.runner.gate.set()
+    await until(lambda: worker.owed == 12)
+    worker.runner.open()
+    for number, record in enumerate(records):
+        place.check(record, await place.answer(record), [10 + number])
+    assert worker.now.execution.num_decoding == 0
+
+
 async def test_choices_count_as_what_they_are(place: Workplace) -> None:
     """A request of four choices fills four places."""
     worker = await place.worker("b", "both", max_num_sequences=8)

@@ -104,13 +104,22 @@ class FailedRequest:
 
 @dataclass(slots=True)
 class StepReport:
-    """What one step brought, in the order in which it happened."""
+    """What one step brought, or several that followed each other, in the order in which it
+    happened."""
 
     outputs: list[TokenOutput] = field(default_factory=list)
     held: list[HeldRequest] = field(default_factory=list)
     finished: list[FinishedRequest] = field(default_factory=list)
     failed: list[FailedRequest] = field(default_factory=list)
     num_computed_tokens: int = 0  # token positions run through the model in this step
+
+    def join(self, later: StepReport) -> None:
+        """Add what the next step brought."""
+        self.outputs += later.outputs
+        self.held += later.held
+        self.finished += later.finished
+        self.failed += later.failed
+        self.num_computed_tokens += later.num_computed_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ pieces that were published.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence as Seq
 from pathlib import Path
 
@@ -25,6 +26,30 @@ _NUM_CONTEXT_TOKENS = 8
 _MAX_HELD_TOKENS = 64
 
 
+def _byte_letters() -> dict[str, int]:
+    """GPT-2's spelling of bytes in the names of tokens, which byte-level tokenizers share: letters
+    that print stand for themselves, the other bytes are counted from 256 on."""
+    printing = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = (byte for byte in range(256) if byte not in set(printing))
+    letters = {chr(byte): byte for byte in printing}
+    return letters | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTE_LETTERS = _byte_letters()
+_BYTE_NAME = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")  # with byte fallback
+
+
+def bytes_of(name: str) -> bytes:
+    """The bytes of a token that is called ``name`` in its vocabulary; nothing when that does not
+    say them."""
+    if found := _BYTE_NAME.match(name):
+        return bytes.fromhex(found.group(1))
+    try:
+        return bytes(_BYTE_LETTERS[letter] for letter in name)
+    except KeyError:
+        return b""
+
+
 class Vocabulary:
     """What the ids of one tokenizer look like as text. Shared by all choices of an engine."""
 
@@ -36,6 +61,7 @@ class Vocabulary:
             if token.special
         )
         self._texts: dict[int, str] = {}
+        self._raws: dict[int, bytes] = {}
         self._is_context_free = isinstance(tokenizer.decoder, ByteLevel)
         self._pieces: dict[int, str | None] = {}
         anchor = tokenizer.encode("a", add_special_tokens=False).ids[-1:]
@@ -113,10 +139,26 @@ class Vocabulary:
             token=self.token_text(sampled.token_id),
             logprob=sampled.logprob,
             top=tuple(
-                TopLogprob(token_id=token_id, token=self.token_text(token_id), logprob=logprob)
+                TopLogprob(
+                    token_id=token_id,
+                    token=self.token_text(token_id),
+                    logprob=logprob,
+                    raw=self.raw(token_id),
+                )
                 for token_id, logprob in sampled.top
             ),
+            raw=self.raw(sampled.token_id),
         )
+
+    def raw(self, token_id: int) -> bytes:
+        """A token's own bytes where its text does not say them, for it holds a part of a
+        character; else nothing."""
+        raw = self._raws.get(token_id)
+        if raw is None:
+            is_part = REPLACEMENT in self.token_text(token_id)
+            name = self._tokenizer.id_to_token(token_id) if is_part else None
+            raw = self._raws[token_id] = bytes_of(name) if name else b""
+        return raw
 
     def _text_within(self, token_id: int) -> str:
         # Some decoders strip the first token's blank, so it must not be the first.
@@ -135,11 +177,12 @@ class Detokenizer:
 
     def __init__(self, vocabulary: Vocabulary, prompt_ids: Seq[int]) -> None:
         self._vocabulary = vocabulary
-        tail = prompt_ids[-_NUM_CONTEXT_TOKENS:]
+        self._prompt_tail: Seq[int] = prompt_ids[
+            -_NUM_CONTEXT_TOKENS:
+        ]  # the context, not looked at
         self._held: list[int] = []  # pushed, not shown
         self._context: list[int] = []
         self._context_text = ""
-        self._move_context([t for t in tail if not vocabulary.is_silent(t)])
 
     def push(self, token_id: int) -> str:
         """The text that became certain with this token, often that of the token itself."""
@@ -147,9 +190,12 @@ class Detokenizer:
         if piece is not None and not self._held:
             if piece:
                 self._context, self._context_text = [token_id], piece
+                self._prompt_tail = ()
             return piece
         if self._vocabulary.is_silent(token_id):
             return ""
+        if self._prompt_tail:
+            self._take_prompt_tail()
         self._held.append(token_id)
         text = self._vocabulary.decode(self._context + self._held)
         if text.endswith(REPLACEMENT) and len(self._held) < _MAX_HELD_TOKENS:
@@ -170,6 +216,11 @@ class Detokenizer:
         self._move_context(self._held)
         self._held = []
         return piece
+
+    def _take_prompt_tail(self) -> None:
+        """Only tokens that do not stand by themselves ask for what is before them."""
+        tail, self._prompt_tail = self._prompt_tail, ()
+        self._move_context([t for t in tail if not self._vocabulary.is_silent(t)])
 
     def _move_context(self, token_ids: list[int]) -> None:
         text = self._vocabulary.decode(token_ids)

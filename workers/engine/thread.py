@@ -19,8 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import structlog
 
@@ -34,6 +33,14 @@ T = TypeVar("T")
 _MAX_COMMANDS = 4096
 _MAX_REPORTS = 64  # not yet handled by the loop; then the engine waits for its readers
 _CHECK_AFTER_IDLE_S = 1.0  # the books are checked when nobody waits for the engine
+
+
+class _Answer(NamedTuple):
+    """What a call brought: its result, or the exception it raised."""
+
+    future: asyncio.Future[Any]
+    result: Any
+    error: Exception | None
 
 
 class EngineThread:
@@ -61,7 +68,9 @@ class EngineThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=False)
         self._condition = threading.Condition()
-        self._commands: deque[tuple[Callable[[EngineApi], Any], Future[Any] | None]] = deque()
+        self._commands: deque[tuple[Callable[[EngineApi], Any], asyncio.Future[Any] | None]] = (
+            deque()
+        )
         self._num_reports = 0  # handed to the loop, not handled yet
         self._is_checked = False  # the books, since the last call or step
         self._is_asleep = False  # in ``wait``: it has no hand in the engine
@@ -102,23 +111,31 @@ class EngineThread:
         if request.sampling.response_format is not None:
             await asyncio.to_thread(self._engine.prepare, request.sampling)
 
-    async def call(self, function: Callable[[EngineApi], T]) -> T:
+    async def call(self, function: Callable[[EngineApi], T], timeout_s: float | None = None) -> T:
         """``function(engine)`` between two steps, and what it returned or raised. It is to be
         quick: books, no computing.
 
-        Give it a time-out. Cancelled before it began, it never runs; cancelled later, its result
-        is lost: what it took from the engine is to be released by a ``post``.
+        Give it a time-out, here or around it. Cancelled or late before it began, it never runs;
+        later, its result is lost: what it took from the engine is to be released by a ``post``.
 
         Raises:
+            TimeoutError: no answer within ``timeout_s``.
             QueueFull: too many wait already.
             EngineFailed: the engine broke or was stopped.
         """
+        loop = asyncio.get_running_loop()
         with self._condition:
             if self._is_asleep and not self._commands and not self._is_stopping:
                 return self._call_asleep(function)
-            future: Future[T] = Future()
+            future: asyncio.Future[T] = loop.create_future()
             self._enqueue(function, future)
-        return await asyncio.wrap_future(future)
+        if timeout_s is None:
+            return await future
+        timer = loop.call_later(timeout_s, _give_up, future)
+        try:
+            return await future
+        finally:
+            timer.cancel()
 
     def _call_asleep(self, function: Callable[[EngineApi], T]) -> T:
         """Under the lock, without which the thread does not wake."""
@@ -156,7 +173,9 @@ class EngineThread:
         busy_since_s = self._busy_since_s
         return busy_since_s is not None and time.monotonic() - busy_since_s > after_s
 
-    def _enqueue(self, function: Callable[[EngineApi], Any], future: Future[Any] | None) -> None:
+    def _enqueue(
+        self, function: Callable[[EngineApi], Any], future: asyncio.Future[Any] | None
+    ) -> None:
         with self._condition:
             if self._has_ended or self._is_stopping:
                 raise EngineFailed("the engine has stopped")
@@ -206,14 +225,20 @@ class EngineThread:
             self._is_checked = True
 
     def _run_commands(self) -> None:
-        """Those that are here now; what comes meanwhile waits for the next step."""
-        for _ in range(len(self._commands)):
-            with self._condition:
-                function, future = self._commands.popleft()
-            if future is None:
-                function(self._engine)
-            elif future.set_running_or_notify_cancel():
-                _resolve(future, function, self._engine)
+        """Those that are here now; what comes meanwhile waits for the next step. The loop hears
+        of all of them at once."""
+        answers: list[_Answer] = []
+        try:
+            for _ in range(len(self._commands)):
+                with self._condition:
+                    function, future = self._commands.popleft()
+                if future is None:
+                    function(self._engine)
+                elif not future.done():  # nobody waits for it any more
+                    answers.append(_answer(future, function, self._engine))
+        finally:
+            if answers:
+                self._tell_loop(_settle, answers)
 
     def _hand_over(self, report: StepReport) -> None:
         if not (report.outputs or report.held or report.finished or report.failed):
@@ -245,15 +270,32 @@ class EngineThread:
             self._has_ended = True
             commands = list(self._commands)
             self._commands.clear()
-        for _, future in commands:
-            if future is not None and future.set_running_or_notify_cancel():
-                future.set_exception(EngineFailed("the engine has stopped"))
+        stopped = EngineFailed("the engine has stopped")
+        answers = [_Answer(future, None, stopped) for _, future in commands if future is not None]
+        if answers:
+            self._tell_loop(_settle, answers)
 
 
-def _resolve(future: Future[Any], function: Callable[[EngineApi], Any], engine: EngineApi) -> None:
+def _answer(
+    future: asyncio.Future[Any], function: Callable[[EngineApi], Any], engine: EngineApi
+) -> _Answer:
     try:
-        result = function(engine)
+        return _Answer(future, function(engine), None)
     except Exception as error:
-        future.set_exception(error)
-    else:
-        future.set_result(result)
+        return _Answer(future, None, error)
+
+
+def _settle(answers: list[_Answer]) -> None:
+    """On the event loop."""
+    for future, result, error in answers:
+        if future.done():
+            continue
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+
+def _give_up(future: asyncio.Future[Any]) -> None:
+    if not future.done():
+        future.set_exception(TimeoutError())

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.bus.wire import MessageParser, header_block, parse_headers
+from infra.bus.wire import MessageParser, Msg, header_block, number_in, parse_headers
 
 WORDS = st.text(st.characters(codec="ascii", exclude_categories=["Z", "C"]), min_size=1, max_size=9)
 MESSAGES = st.lists(
@@ -105,3 +105,22 @@ def test_a_status_line_is_two_headers():
         "Description": "Request Timeout",
         "Nats-Pending-Messages": "3",
     }
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["A", "Nats-Sequence", "X"]), st.integers(0)), max_size=5)
+)
+def test_a_number_is_found_without_parsing_all_headers(lines):
+    """The same as among the parsed headers, the last one where there are several."""
+    text = "".join(f"{name}: {number}\r\n" for name, number in lines)
+    header = f"NATS/1.0\r\n{text}\r\n".encode()
+    found = parse_headers(header).get("Nats-Sequence")
+    assert number_in(header, b"\r\nNats-Sequence: ") == (None if found is None else int(found))
+
+
+def test_headers_of_a_message_are_those_of_its_bytes():
+    """Parsed when asked for; None where there are none."""
+    message = Msg("a", "", b"x", header_block({"A-b": "1"}))
+    assert message.headers == {"A-b": "1"}
+    assert message.headers is message.headers
+    assert Msg("a", "", b"x").headers is None

@@ -170,6 +170,9 @@ class FakeStream:
         self.end = self._script.end
         return []
 
+    def follow(self, take: Callable[[Sequence[TokenDelta]], bool] | None) -> None:
+        """Everything is told by ``next_deltas``."""
+
     async def cancel(self, reason: str = "") -> None:
         if self.end is None and not self.failed and not self.cancelled:
             self.cancelled.append(reason)

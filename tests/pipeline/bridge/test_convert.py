@@ -303,6 +303,8 @@ def test_echo_with_logprobs_asks_for_the_prompts() -> None:
     assert (both.echo, both.sampling.logprobs, both.sampling.prompt_logprobs) == (True, 3, 3)
     assert from_completion(echo=True)[0].sampling.prompt_logprobs is None
     assert from_completion(logprobs=3)[0].sampling.prompt_logprobs is None
+    (off,) = from_completion(echo=True, logprobs=False)
+    assert (off.sampling.logprobs, off.sampling.prompt_logprobs) == (None, None)
     (none,) = from_completion(echo=True, logprobs=0, max_tokens=0)
     assert (none.sampling.max_tokens, none.sampling.prompt_logprobs) == (0, 0)
 

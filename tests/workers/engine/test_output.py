@@ -235,3 +235,16 @@ def test_logprobs_name_their_tokens() -> None:
     logprob = BYTE_LEVEL.logprob(sampled)
     assert logprob.token == "<|im_end|>"
     assert logprob.top[0].token == "<|im_end|>"
+
+
+@pytest.mark.parametrize("vocabulary", [BYTE_LEVEL, FALLBACK], ids=["byte level", "fallback"])
+def test_logprobs_have_the_bytes_of_what_is_no_text(vocabulary: Vocabulary) -> None:
+    """Of tokens that are part of a character, their own bytes: those of a character's tokens are
+    the character. A token whose text says them, or that is special, has none apart."""
+    text = "th \U0001f642 \u4f60"
+    ids = encode(text) if vocabulary is BYTE_LEVEL else fallback_ids(text)
+    entries = [vocabulary.logprob(Sampled(token_id=i, logprob=-1.0)) for i in ids]
+    assert any(entry.raw for entry in entries)
+    assert all(bool(entry.raw) == (REPLACEMENT in entry.token) for entry in entries)
+    assert b"".join(entry.raw or entry.token.encode() for entry in entries).decode() == text
+    assert BYTE_LEVEL.raw(EOS_TOKEN_ID) == b""

@@ -175,6 +175,17 @@ async def test_a_cancelled_call_never_runs() -> None:
         assert ran == ["next"]
 
 
+async def test_a_call_that_is_late_never_runs() -> None:
+    """The same with a time-out of the call's own; one that is not late is not disturbed by it."""
+    async with stopped_in_a_step() as (thread, _, gate):
+        ran: list[str] = []
+        with pytest.raises(TimeoutError):
+            await thread.call(lambda _: ran.append("late"), 0.01)
+        gate.opened.set()
+        await thread.call(lambda _: ran.append("next"), TIMEOUT_S)
+        assert ran == ["next"]
+
+
 async def test_the_queue_of_calls_is_bounded() -> None:
     """An engine that does not keep up says so; it does not collect calls for ever."""
     async with stopped_in_a_step() as (thread, _, _gate):

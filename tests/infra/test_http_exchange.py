@@ -1,0 +1,118 @@
+"""What the server offers beside ASGI, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from infra.http_exchange import Exchange
+from infra.http_server import bind, http_server
+
+WAIT_S = 60.0
+START = {"type": "http.response.start", "status": 200, "headers": []}
+END = {"type": "http.response.body", "body": b"", "more_body": False}
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+class App:
+    """Begins an answer and leaves the rest to the test."""
+
+    def __init__(self) -> None:
+        self.exchange: Exchange | None = None
+        self.body: bytes | None = None
+        self.begun = asyncio.Event()
+        self.may_end = asyncio.Event()
+        self.left = asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
+        exchange = self.exchange = Exchange.of(scope)
+        assert exchange is not None
+        assert not exchange.write(b"too early")
+        self.body = exchange.whole_body()
+        exchange.watch(self.left.set)
+        await send(START)
+        self.begun.set()
+        await self.may_end.wait()
+        exchange.unwatch()
+        await send(END)
+        assert not exchange.write(b"too late")
+
+
+@asynccontextmanager
+async def served(app: App) -> AsyncIterator[int]:
+    bound = bind("127.0.0.1", 0, key="port")
+    async with http_server(app, bound), asyncio.timeout(WAIT_S):
+        yield bound.getsockname()[1]
+        app.may_end.set()
+
+
+def request(body: bytes, more: str = "") -> bytes:
+    return (
+        f"POST / HTTP/1.1\r\nhost: x\r\n{more}content-length: {len(body)}\r\n\r\n".encode() + body
+    )
+
+
+async def test_parts_are_written_at_once_between_begin_and_end() -> None:
+    """As chunks, in order with what goes through ASGI; before and after nothing is written."""
+    app = App()
+    async with served(app) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request(b"body"))
+        await app.begun.wait()
+        assert app.exchange is not None
+        assert app.exchange.write(b"one")
+        assert app.exchange.write(b"two")
+        app.may_end.set()
+        assert (await reader.readuntil(b"0\r\n\r\n")).endswith(b"3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n")
+        assert app.body == b"body"
+        writer.close()
+
+
+async def test_a_client_that_leaves_is_told_of() -> None:
+    """Without a task that waits for it; after that nothing is written."""
+    app = App()
+    async with served(app) as port:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request(b""))
+        await app.begun.wait()
+        assert not app.left.is_set()
+        writer.close()
+        await app.left.wait()
+        assert app.exchange is not None
+        assert not app.exchange.write(b"to nobody")
+
+
+async def test_a_full_connection_takes_nothing_more() -> None:
+    """What does not read is not buffered for without end."""
+    app = App()
+    async with served(app) as port:
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
+        await asyncio.get_running_loop().sock_sendall(sock, request(b""))
+        await app.begun.wait()
+        assert app.exchange is not None
+        count = 0
+        while app.exchange.write(b"x" * 65536):
+            count += 1
+            assert count < 1000
+            await asyncio.sleep(0)
+        sock.close()
+        await app.left.wait()
+
+
+async def test_a_body_in_parts_is_not_whole() -> None:
+    """It is to be received; so is one that waits for 100 Continue."""
+    for head in ("", "expect: 100-continue\r\n"):
+        app = App()
+        async with served(app) as port:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            data = request(b"body", head)
+            writer.write(data if head else data[:-2])
+            await app.begun.wait()
+            assert app.body is None
+            writer.close()
