@@ -7,11 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from infra.transport.shm import SharedPool
 from tests.tiny_models import VOCAB_SIZE
 from tests.workers.engine.conftest import TinyFolder
 from tests.workers.engine.torch_engines import Run, greedy, prompts, small_engine
 from workers.engine.build import build_torch_engine
+from workers.engine.device.load import load_on_device
+from workers.engine.device.select import CPU
 from workers.engine.engine import Engine, EngineConfig
+from workers.engine.loader import load_model
+from workers.engine.output import Vocabulary
+from workers.engine.runner import layout_of
 from workers.kv.tiers import Tiers, make_tiers
 
 HOST_BLOCKS = 120
@@ -33,6 +39,17 @@ def tiered_engine(folder: Path, num_blocks: int) -> tuple[Engine, Tiers]:
         block_size=4,
         config=EngineConfig(max_batch_tokens=13, max_num_sequences=13),
     )
+    return engine, make_tiers(engine)
+
+
+def staged_engine(folder: Path, num_blocks: int) -> tuple[Engine, Tiers]:
+    """One whose runner has memory of its own, as on a GPU."""
+    loaded = load_model(folder, "fp32")
+    layout = layout_of(loaded, block_size=4)
+    pool = SharedPool(num_blocks + HOST_BLOCKS, layout.block_bytes)
+    runner = load_on_device(loaded, layout, pool.slots[:num_blocks], CPU, max_batch=8)
+    config = EngineConfig(max_batch_tokens=13, max_num_sequences=13)
+    engine = Engine(runner, pool, Vocabulary.from_folder(folder), config)
     return engine, make_tiers(engine)
 
 
@@ -84,6 +101,15 @@ def test_tiers_do_not_change_a_token(architecture: str, tiny_folder: TinyFolder)
     assert tiers.tally.count("host", "hit") > 0
     assert engine.scheduler.num_preemptions > 0
     assert tiers.tally.count("host", "corrupt") == 0
+
+
+def test_a_device_with_memory_of_its_own_changes_none(tiny_folder: TinyFolder) -> None:
+    """Blocks go straight between the device and the host tier; nothing else changes."""
+    folder = tiny_folder("llama")
+    plain = run_all(Run(small_engine(folder, num_blocks=400)), None)
+    engine, tiers = staged_engine(folder, 22)
+    assert run_all(Run(engine), tiers) == plain
+    assert tiers.tally.count("host", "hit") > 0
 
 
 def test_corrupt_blocks_do_not_change_a_token(tiny_folder: TinyFolder) -> None:

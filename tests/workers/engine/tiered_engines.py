@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tests.workers.engine.simulated_engines import make_engine
+from tests.workers.engine.simulated_engines import StrictRunner, make_engine
 from workers.engine.api import StepReport
 from workers.engine.engine import Engine
+from workers.engine.simulated import SimulatedRunner
 from workers.kv.api import BlockEvents
 from workers.kv.host_tier import HostPool
 from workers.kv.mover import BlockMover
@@ -81,7 +82,13 @@ class TieredEngine:
 
 
 def make_tiered(
-    num_blocks: int, num_host_blocks: int, events: BlockEvents | None = None, **options: int
+    num_blocks: int,
+    num_host_blocks: int,
+    events: BlockEvents | None = None,
+    runner_class: type[SimulatedRunner] = StrictRunner,
+    **options: int,
 ) -> TieredEngine:
-    engine = make_engine(num_blocks, num_host_blocks=num_host_blocks, **options)  # type: ignore[arg-type]
+    engine = make_engine(
+        num_blocks, num_host_blocks=num_host_blocks, runner_class=runner_class, **options
+    )
     return TieredEngine(engine, make_tiers(engine, events=events, evicted_share=0.5))
