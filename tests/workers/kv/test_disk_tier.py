@@ -12,7 +12,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from pipeline.prefix_hash import prefix_hashes, salt_of
 from tests.workers.kv.disk_parts import FILE_BYTES, FINGERPRINT, Died, Disk, block, chain
+from workers.kv.api import BlockName
 from workers.kv.rest import FIRST_REST_S, LONGEST_REST_S
 from workers.kv.store import BlockStore
 
@@ -278,3 +280,23 @@ def test_a_directory_that_can_not_be_had_is_done_without(tmp_path: Path) -> None
     (tmp_path / "disk").unlink()
     assert disk.tier.open()
     assert disk.save(block(1))
+
+
+def test_revisions_and_tenants_never_share(disk: Disk) -> None:
+    """The same prompt of another tenant, salt or revision is another block: never found."""
+    prompt = tuple(range(64))
+    facts = ("rev-1", FINGERPRINT, "alice", "")
+    ours = [
+        BlockName(block_hash=one, parent=one) for one in prefix_hashes(prompt, 16, salt_of(*facts))
+    ]
+    for one in ours:
+        assert disk.save(one)
+    assert disk.tier.num_leading([one.block_hash for one in ours]) == 4
+    for other in (
+        ("rev-2", FINGERPRINT, "alice", ""),
+        ("rev-1", FINGERPRINT, "bob", ""),
+        ("rev-1", FINGERPRINT, "alice", "salt"),
+        ("rev-1", "f" * 16, "alice", ""),
+    ):
+        assert disk.tier.num_leading(prefix_hashes(prompt, 16, salt_of(*other))) == 0
+    assert disk.count("promoted") == 0
