@@ -25,7 +25,7 @@ from schemas.codec import pack_ids
 from schemas.errors import KvLost
 from schemas.kv import KvHandle
 
-STALLED_S = 5.0  # without what was asked for: the owner is frozen, or cut off
+STALLED_S = 3.0  # without what was asked for: the owner is frozen, or cut off
 _ENTER_S = 2.0
 
 

@@ -70,13 +70,13 @@ def hosts() -> Iterator[tuple[Host, Host]]:
         yield made
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def owner(hosts: tuple[Host, Host]) -> Iterator[Child]:
     with owner_process(NUM_BLOCKS, BLOCK_BYTES, OWNER, hosts[0].within) as owner:
         yield owner
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def guest(hosts: tuple[Host, Host]) -> Iterator[Child]:
     module = "tests.infra.transport.ucx_guest"
     with child(module, NUM_BLOCKS, BLOCK_BYTES, READER, within=hosts[1].within) as guest:
