@@ -282,14 +282,17 @@ class Incarnation:
             self._claims.settle(claimed)
 
     async def _measure(self) -> None:
-        """Ask the engine how busy it is, between its steps. An idle one is left alone: it checks
-        its books after a second of peace."""
+        """Ask the engine how busy it is, between its steps. An idle one with whose blocks nothing
+        has happened is left alone: it checks its books after a second of peace."""
+        num_seen, tally = -1, self._host.tiers.tally
         while True:
             await asyncio.sleep(self._bus.times.beat_s / 2)
             load = self._host.load
-            is_idle = load.num_blocks and load.num_blocks == load.num_free_blocks
-            if is_idle and not load.num_waiting and not self._claims.num_owed:
+            is_empty = load.num_blocks and load.num_blocks == load.num_free_blocks
+            is_idle = is_empty and not load.num_waiting and not self._claims.num_owed
+            if is_idle and tally.total == num_seen:
                 continue
+            num_seen = tally.total
             with contextlib.suppress(TimeoutError):  # a long step; the watchdog knows when too long
                 async with asyncio.timeout(self._config.max_step_s):
                     self._host.load, self._host.blocks = await self._host.thread.call(

@@ -30,6 +30,7 @@ class TierTally:
 
     def __init__(self, metrics: Metrics | None = None) -> None:
         self._counts: Counter[tuple[Tier, Outcome]] = Counter()
+        self._total = 0
         self._metrics = metrics
         self._lock = threading.Lock()
 
@@ -39,8 +40,14 @@ class TierTally:
             return
         with self._lock:
             self._counts[tier, outcome] += count
+            self._total += count
         if self._metrics is not None:
             self._metrics.kv_tier_blocks.labels(tier, outcome).inc(count)
+
+    @property
+    def total(self) -> int:
+        """How many outcomes there were in all: when it stays, nothing has happened."""
+        return self._total
 
     def count(self, tier: Tier, outcome: Outcome) -> int:
         """How many had it so far."""
