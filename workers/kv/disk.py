@@ -10,7 +10,7 @@ from infra.log import Logger
 from schemas.errors import ConfigError
 from workers.kv.api import BlockEvents
 from workers.kv.disk_mover import DiskMover
-from workers.kv.disk_tier import DirectoryTier
+from workers.kv.disk_tier import SLOW_S, DirectoryTier
 from workers.kv.eviction import LrfuPolicy
 from workers.kv.host_tier import HostPool
 from workers.kv.store import BlockStore
@@ -19,10 +19,12 @@ from workers.kv.tally import TierTally
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskPlan:
-    """Where one worker keeps blocks over restarts, and how many bytes of them."""
+    """Where one worker keeps blocks over restarts, and how many bytes of them. A block that takes
+    longer than ``slow_s`` gives the disk a rest."""
 
     directory: Path
     quota_bytes: int
+    slow_s: float = SLOW_S
 
     @classmethod
     def of(cls, config: WorkerConfig) -> DiskPlan | None:
@@ -61,6 +63,7 @@ def make_disk(
         events=events,
         tally=tally,
         log=log,
+        slow_s=plan.slow_s,
     )
     mover = DiskMover(host, disk, tally, log)
     host.is_below = disk.has

@@ -42,7 +42,8 @@ def start(folder: Path, disk: Path) -> tuple[Engine, Tiers]:
         block_size=BLOCK_SIZE,
         config=EngineConfig(max_batch_tokens=13, max_num_sequences=13),
     )
-    tiers = make_tiers(engine, disk=DiskPlan(directory=disk, quota_bytes=10**8))
+    plan = DiskPlan(directory=disk, quota_bytes=10**8, slow_s=1e9)  # test machines are busy
+    tiers = make_tiers(engine, disk=plan)
     tiers.start(lambda: None)
     return engine, tiers
 
