@@ -24,7 +24,7 @@ class KvHandle(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     blocks: bytes  # packed uint32: slots in the owner's pool, in token order
     generations: bytes  # packed uint32: of those slots when the lease was given
     checksums: bytes  # packed uint64 (xxh3 of the block's bytes); zeros: not computed
-    addresses: tuple[str, ...]  # "shm://<host>/<abstract socket>", later "ucx://…"
+    addresses: tuple[str, ...]  # "shm://<host>/<abstract socket>", "ucx://<address>:<port>"
     expires_unix_ms: int
 
 

@@ -24,6 +24,7 @@ ALSO = {
         "kv_disk",
         "kv_disk_quota",
         "kv_transports",
+        "kv_ucx_host",
         "threads",
         "speed",
     ),
