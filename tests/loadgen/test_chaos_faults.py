@@ -25,6 +25,7 @@ PROMISED = {
     *(f"{verb}-{role}" for verb in ("kill", "freeze", "term")
       for role in ("prefill", "decode", "control", "bridge", "broker")),
     "kill-workers", "freeze-workers", "client-leaves", "slow-reader", "clock-jump",
+    "cut-ucx",
 }  # fmt: skip
 
 
@@ -97,6 +98,7 @@ def test_faults_overlap_only_when_told() -> None:
         ({"point": "mid-prefill"}, "point"),  # a decode worker has nothing to do with it
         ({"count": 0}, "count"),
         ({"overlap": 9}, "overlap"),
+        ({"kv_transports": "pigeons"}, "kv-transports"),
         ({"nats_url": "nats://client@localhost"}, "bridge"),
     ],
 )
