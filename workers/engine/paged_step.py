@@ -13,16 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from schemas.errors import ModelUnsupported
 from workers.engine.attention import Scoring, attend
+from workers.engine.kv_layout import KvLayout
 from workers.engine.kv_pool import KvPool
+from workers.engine.paged_cache import PagedCache
 
 _NO_WINDOW = 1 << 30  # more tokens than any sequence has
 _TILE = 128  # queries of a chunk attended at once; 78 ms against 125 for whole-chunk SDPA at 512
@@ -64,7 +64,7 @@ class Chunk:
     rows: Tensor | None  # None: the chunk sees only itself, nothing has to be gathered
 
 
-class PagedStep:
+class PagedStep(PagedCache):
     """What a model's attention layers need to know about one packed batch.
 
     Args:
@@ -72,31 +72,12 @@ class PagedStep:
     """
 
     def __init__(self, pool: KvPool, spans: Sequence[Span]) -> None:
-        self.pool = pool
         self.spans = spans
         self.num_decodes = sum(span.count == 1 for span in spans)
         self._tables = [np.asarray(span.block_table, np.int64) for span in spans]
         self._groups: dict[int, list[DecodeGroup]] = {}
         self._chunks: dict[int, list[Chunk]] = {}
-        self._pending: int | None = None  # the layer that wrote and has not attended yet
-        self._write_rows = self._rows_to_write()
-
-    def update(
-        self, keys: Tensor, values: Tensor, layer_idx: int, kwargs: dict[str, Any] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Write one layer's keys and values, [1, num_kv_heads, num_tokens, head_dim], into the
-        pool; transformers' name and signature. Returns them as they came."""
-        layout = self.pool.layout
-        first = self._write_rows + layer_idx * 2 * layout.num_kv_heads * layout.block_size
-        self.pool.vectors.index_copy_(0, first, keys.reshape(-1, layout.head_dim))
-        first = first + layout.num_kv_heads * layout.block_size
-        self.pool.vectors.index_copy_(0, first, values.reshape(-1, layout.head_dim))
-        self._pending = layer_idx
-        return keys, values
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Zero: positions are always given to the model, never derived from its cache."""
-        return 0
+        super().__init__(pool, _rows_to_write(pool.layout, spans, self._tables))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Attention of the layer whose update came last; shapes as in ``paged_attention``.
@@ -104,9 +85,7 @@ class PagedStep:
         Raises:
             ModelUnsupported: a layer attends to what another layer wrote.
         """
-        if self._pending is None:
-            raise ModelUnsupported("a layer shares another layer's keys and values", param="model")
-        layer, self._pending = self._pending, None
+        layer = self.take_written_layer()
         _, num_heads, num_tokens, head_dim = query.shape
         out = query.new_empty(num_tokens, num_heads, head_dim)
         for group in self.decode_groups(scoring.window):
@@ -135,25 +114,6 @@ class PagedStep:
             self._chunks[window] = self._make_chunks(window)
         return self._chunks[window]
 
-    def head_rows(self, blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Rows of ``KvPool.heads`` for the keys of layer 0: [n, num_kv_heads, num_blocks] for
-        blocks [n, num_blocks]."""
-        layout = self.pool.layout
-        num_heads = layout.num_kv_heads
-        first = blocks * (layout.num_layers * 2 * num_heads)
-        return first[:, None, :] + np.arange(num_heads)[None, :, None]
-
-    def _rows_to_write(self) -> Tensor:
-        """[num_kv_heads * num_tokens] rows of ``KvPool.vectors`` for the keys of layer 0."""
-        block_size = self.pool.layout.block_size
-        positions = [np.arange(span.start, span.end) for span in self.spans]
-        blocks = np.concatenate(
-            [table[p // block_size] for table, p in zip(self._tables, positions, strict=True)]
-        )
-        offsets = np.concatenate(positions) % block_size
-        heads = self.head_rows(blocks[None])[0]  # [num_kv_heads, num_tokens]
-        return torch.from_numpy((heads * block_size + offsets).reshape(-1))
-
     def _similar_decodes(self) -> Iterator[slice]:
         """Runs of decodes of which the first is at most twice as long as the last."""
         first = 0
@@ -177,7 +137,7 @@ class PagedStep:
         keys = first_blocks[:, None] * block_size + np.arange(num_blocks * block_size)
         visible = (keys < ends[:, None]) & (keys >= ends[:, None] - window)
         mask = _additive(visible)[:, None, None, None]
-        return DecodeGroup(tokens, torch.from_numpy(self.head_rows(blocks)), mask)
+        return DecodeGroup(tokens, torch.from_numpy(_head_rows(self.pool.layout, blocks)), mask)
 
     def _make_chunks(self, window: int) -> list[Chunk]:
         block_size = self.pool.layout.block_size
@@ -191,9 +151,29 @@ class PagedStep:
                 chunks.append(Chunk(tokens, 0, 0, None))
                 continue
             first = max(0, span.start + 1 - window) // block_size
-            rows = self.head_rows(table[None, first : -(-span.end // block_size)])
+            rows = _head_rows(self.pool.layout, table[None, first : -(-span.end // block_size)])
             chunks.append(Chunk(tokens, span.start, first * block_size, torch.from_numpy(rows)))
         return chunks
+
+
+def _head_rows(layout: KvLayout, blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Rows of ``KvPool.heads`` for the keys of layer 0: [n, num_kv_heads, num_blocks] for blocks
+    [n, num_blocks]."""
+    first = blocks * (layout.num_layers * 2 * layout.num_kv_heads)
+    return first[:, None, :] + np.arange(layout.num_kv_heads)[None, :, None]
+
+
+def _rows_to_write(
+    layout: KvLayout, spans: Sequence[Span], tables: Sequence[npt.NDArray[np.int64]]
+) -> Tensor:
+    """[num_kv_heads * num_tokens] rows of ``KvPool.vectors`` for the keys of layer 0."""
+    positions = [np.arange(span.start, span.end) for span in spans]
+    blocks = np.concatenate(
+        [table[p // layout.block_size] for table, p in zip(tables, positions, strict=True)]
+    )
+    offsets = np.concatenate(positions) % layout.block_size
+    heads = _head_rows(layout, blocks[None])[0]  # [num_kv_heads, num_tokens]
+    return torch.from_numpy((heads * layout.block_size + offsets).reshape(-1))
 
 
 def _attend_decodes(
