@@ -6,7 +6,8 @@ that reaches it, so at least k do, and for logits in no special order about 1.15
 collected with one comparison; all equals of the last one are among them, so what is left out is
 strictly less likely, and what is collected is a true beginning of the order.
 
-Measured for 32 rows of 49152, one thread: 1.7 ms, where ``topk(256)`` takes 6.2 and a sort 150.
+Measured for 32 rows of 49152, one thread: 1.7 ms, where ``topk(256)`` takes 6.2 and a sort 150. The
+native library does the same, number for number.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import torch
 from torch import Tensor
 
 _COLUMNS_PER_TOKEN = 4
-_MAX_EXCESS = 8
+MAX_EXCESS = 8
+"""A row has at most so many times ``at_least`` candidates, or none."""
+
 _LOWEST = np.finfo(np.float32).min
 _BEHIND_ALL = np.uint64(2**64 - 1)
 _ID_BITS = np.uint64(2**32 - 1)
@@ -55,7 +58,7 @@ def likeliest(logits: Tensor, at_least: int) -> Candidates:
     bounds = _bounds(logits, at_least)
     found = np.flatnonzero(logits.numpy() >= np.maximum(bounds, _LOWEST)[:, None])
     counts = np.bincount(found // vocab_size, minlength=num_rows)
-    is_narrow = counts <= _MAX_EXCESS * at_least
+    is_narrow = counts <= MAX_EXCESS * at_least
     found = found[np.repeat(is_narrow, counts)]
     counts = np.where(is_narrow, counts, 0)
 

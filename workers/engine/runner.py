@@ -15,7 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from workers.engine.api import EngineInfo, InSharedPool, Sampled, ScheduledSequence
+from workers.engine.api import InSharedPool, Sampled, ScheduledSequence
+from workers.engine.engine_info import engine_info
 from workers.engine.forward import packed_logits
 from workers.engine.kv_layout import KvLayout
 from workers.engine.kv_pool import KvPool
@@ -23,6 +24,7 @@ from workers.engine.loader import LoadedModel
 from workers.engine.paged_step import PagedStep, Span
 from workers.engine.probe import probe_layout
 from workers.engine.sampler import sample_and_score
+from workers.engine.scan import TORCH_SCAN, Scan
 from workers.engine.verdicts import check_attention_once
 
 
@@ -52,21 +54,12 @@ class TorchRunner(InSharedPool):
         self._model = loaded.model
         self._slots = slots
         self._pool = KvPool(torch.from_numpy(slots), layout)
-        self.info = EngineInfo(
-            kind="torch",
-            context_length=loaded.facts.context_length,
-            vocab_size=loaded.facts.vocab_size,
-            eos_token_ids=loaded.facts.eos_token_ids,
-            block_size=layout.block_size,
-            num_blocks=len(slots),
-            block_bytes=layout.block_bytes,
-            fingerprint=layout.fingerprint,
-            dtype=layout.weights_dtype,
-        )
+        self.info = engine_info("torch", loaded.facts, layout, len(slots))
+        self.scan: Scan = TORCH_SCAN
 
     def execute(self, batch: Seq[ScheduledSequence]) -> list[Sampled]:
         """Compute the batch; one result per sequence with ``sample`` set, in batch order."""
-        return sample_and_score(self.logits(batch), batch, self.info.eos_token_ids)
+        return sample_and_score(self.logits(batch), batch, self.info.eos_token_ids, self.scan)
 
     def logits(self, batch: Seq[ScheduledSequence]) -> Tensor:
         """Compute the batch up to the logits: [n, vocab_size], a row per sequence with

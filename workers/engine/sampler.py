@@ -12,7 +12,8 @@ Top-k, top-p and min-p each keep a prefix of the tokens in order (probability de
 ascending); the draw is an inverse CDF over that prefix. Sorting [32, 49152] takes 92 ms, twice a
 decode step, so the prefix is looked for among the likeliest 256 tokens, for rows where it may
 reach further among more, and only then among all. Only top-p without top-k needs to know what the
-whole vocabulary weighs. A row without filters is drawn over all tokens in id order.
+whole vocabulary weighs. A row without filters is drawn over all tokens in id order. What looks at
+every token is in ``scan``.
 """
 
 from __future__ import annotations
@@ -28,20 +29,23 @@ from torch import Tensor
 
 from schemas.requests import SamplingParams
 from workers.engine.api import Sampled, ScheduledSequence
-from workers.engine.candidates import Candidates, likeliest
+from workers.engine.candidates import Candidates
 from workers.engine.penalties import adjust_logits
+from workers.engine.scan import RUN, TORCH_SCAN, Scan, weights
 
 NUM_CANDIDATES = (256, 2048, 16384)
 """How many of the likeliest tokens are looked at, one after the other, before all are."""
 
 _NOT_KNOWN = -1  # in place of a token id
-_RUN = 1024  # tokens whose weights are summed as one
-_SLAB = 8  # rows whose weights are made at a time, so that they stay in the processor's cache
+_SLAB = 8  # rows whose logprobs are made at a time, so that they stay in the processor's cache
 _GREEDY_BELOW = 1e-5  # a temperature that would overflow float32 where it changed anything
 
 
 def sample_and_score(
-    logits: Tensor, batch: Sequence[ScheduledSequence], eos_token_ids: frozenset[int]
+    logits: Tensor,
+    batch: Sequence[ScheduledSequence],
+    eos_token_ids: frozenset[int],
+    scan: Scan = TORCH_SCAN,
 ) -> list[Sampled]:
     """Choose a token for each sequence with ``sample`` set, and note the scores of prompts.
 
@@ -55,24 +59,28 @@ def sample_and_score(
     rows = [sequence for sequence in batch if sequence.sample]
     if len(logits) > len(rows):
         _score(logits[len(rows) :], [one for one in batch if one.scores is not None])
-    return sample(logits[: len(rows)], rows, eos_token_ids) if rows else []
+    return sample(logits[: len(rows)], rows, eos_token_ids, scan) if rows else []
 
 
 @torch.inference_mode()
 def sample(
-    logits: Tensor, rows: Sequence[ScheduledSequence], eos_token_ids: frozenset[int]
+    logits: Tensor,
+    rows: Sequence[ScheduledSequence],
+    eos_token_ids: frozenset[int],
+    scan: Scan = TORCH_SCAN,
 ) -> list[Sampled]:
     """Choose one token per row.
 
     Args:
         logits: [num_rows, vocab_size], any float dtype; not changed.
         rows: what each row belongs to; its ``sampling.seed`` is set.
+        scan: who looks at every token.
 
     Returns:
         One result per row, in order.
     """
     adjusted = adjust_logits(logits, rows, eos_token_ids)
-    token_ids = draw(adjusted, rows)
+    token_ids = draw(adjusted, rows, scan)
     return [
         _with_logprobs(token_id, adjusted[number], row.sampling.logprobs)
         for number, (token_id, row) in enumerate(zip(token_ids, rows, strict=True))
@@ -87,7 +95,7 @@ def uniform(seed: int, index: int, number: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) / (1 << 53)
 
 
-def draw(logits: Tensor, rows: Sequence[ScheduledSequence]) -> list[int]:
+def draw(logits: Tensor, rows: Sequence[ScheduledSequence], scan: Scan = TORCH_SCAN) -> list[int]:
     """Token ids for adjusted logits, [num_rows, vocab_size] float32."""
     chosen = [0] * len(rows)
     for is_of_kind, choose in (
@@ -99,7 +107,7 @@ def draw(logits: Tensor, rows: Sequence[ScheduledSequence]) -> list[int]:
         if numbers:
             share = logits if len(numbers) == len(rows) else logits[numbers]
             for number, token_id in zip(
-                numbers, choose(share, [rows[number] for number in numbers]), strict=True
+                numbers, choose(share, [rows[number] for number in numbers], scan), strict=True
             ):
                 chosen[number] = token_id
     return chosen
@@ -118,31 +126,34 @@ def _is_filtered(sampling: SamplingParams) -> bool:
     return not _is_greedy(sampling) and not _is_unfiltered(sampling)
 
 
-def _draw_greedy(logits: Tensor, rows: Sequence[ScheduledSequence]) -> list[int]:
-    chosen: list[int] = logits.argmax(-1).tolist()  # the first of equals
-    return chosen
+def _draw_greedy(logits: Tensor, rows: Sequence[ScheduledSequence], scan: Scan) -> list[int]:
+    return scan.largest(logits)
 
 
-def _draw_unfiltered(logits: Tensor, rows: Sequence[ScheduledSequence]) -> list[int]:
+def _draw_unfiltered(logits: Tensor, rows: Sequence[ScheduledSequence], scan: Scan) -> list[int]:
     """Two levels, so that no sum over the vocabulary is written out: which run, which token."""
-    runs = _weights_in_runs(logits, rows)
-    up_to = runs.sum(-1, dtype=torch.float64).cumsum(-1)
+    temperatures, vocab_size = _temperatures(rows), logits.shape[1]
+    all_weights = scan.weigh(logits, temperatures)
+    up_to = all_weights.sums.cumsum(-1)
     target = _uniforms(rows) * up_to[:, -1]
-    run = _first_above(up_to, target)
-    before = F.pad(up_to, (1, 0)).gather(1, run[:, None])
-    within = runs[torch.arange(len(rows)), run].double().cumsum(-1) + before
-    chosen: list[int] = (run * _RUN + _first_above(within, target)).tolist()
-    return [min(token_id, logits.shape[1] - 1) for token_id in chosen]  # a row of NaN
+    run = _first_above(up_to, target)[:, None]
+    ids = run * RUN + torch.arange(RUN)
+    logits_of_run = logits.gather(1, ids.clamp(max=vocab_size - 1))
+    logits_of_run.masked_fill_(ids >= vocab_size, -torch.inf)
+    before = F.pad(up_to, (1, 0)).gather(1, run)
+    within = weights(logits_of_run, all_weights.largest, temperatures).double().cumsum(-1) + before
+    chosen: list[int] = (run[:, 0] * RUN + _first_above(within, target)).tolist()
+    return [min(token_id, vocab_size - 1) for token_id in chosen]  # a row of NaN
 
 
-def _draw_filtered(logits: Tensor, rows: Sequence[ScheduledSequence]) -> list[int]:
+def _draw_filtered(logits: Tensor, rows: Sequence[ScheduledSequence], scan: Scan) -> list[int]:
     vocab_size = logits.shape[1]
-    totals = _totals(logits, rows)
+    totals = _totals(logits, rows, scan)
     tokens = [0] * len(rows)
     left = list(range(len(rows)))
     for at_least in (*NUM_CANDIDATES, vocab_size):
         share = logits if len(left) == len(rows) else logits[left]
-        candidates = likeliest(share, at_least)
+        candidates = scan.likeliest(share, at_least)
         drawn = _draw_prefix(candidates, totals[left], [rows[number] for number in left])
         for number, token_id in zip(left, drawn, strict=True):
             tokens[number] = token_id
@@ -163,18 +174,19 @@ def _draw_prefix(
     Returns:
         Token ids; ``_NOT_KNOWN`` where the prefix may reach further.
     """
-    weights = _weights(candidates.logits, candidates.logits[:, :1], rows).double()
-    cumulated = weights.cumsum(-1)
-    counts, width = candidates.counts, weights.shape[1]
+    first = candidates.logits[:, :1]
+    weight = weights(candidates.logits, first, _temperatures(rows)).double()
+    cumulated = weight.cumsum(-1)
+    counts, width = candidates.counts, weight.shape[1]
     top_k = _column(rows, lambda s: s.top_k if s.top_k > 0 else math.inf)
     top_p = _column(rows, lambda s: s.top_p if s.top_p < 1.0 else math.inf)
     min_p = _column(rows, lambda s: s.min_p)
 
-    by_k = torch.minimum(top_k, (weights > 0).sum(-1)).long()
+    by_k = torch.minimum(top_k, (weight > 0).sum(-1)).long()
     mass = cumulated.gather(1, top_k.clamp(max=width).long()[:, None] - 1)[:, 0]
     mass = torch.where(top_k.isinf(), totals, mass)
-    by_p = (cumulated - weights < (top_p * mass)[:, None]).sum(-1)
-    by_min_p = (weights >= (min_p * weights[:, 0])[:, None]).sum(-1)
+    by_p = (cumulated - weight < (top_p * mass)[:, None]).sum(-1)
+    by_min_p = (weight >= (min_p * weight[:, 0])[:, None]).sum(-1)
     size = torch.minimum(torch.minimum(by_k, by_p), by_min_p).clamp(min=1)
 
     is_mass_known = top_k.isinf() | (top_k <= counts) | top_p.isinf()
@@ -188,34 +200,20 @@ def _draw_prefix(
     return chosen
 
 
-def _totals(logits: Tensor, rows: Sequence[ScheduledSequence]) -> Tensor:
+def _totals(logits: Tensor, rows: Sequence[ScheduledSequence], scan: Scan) -> Tensor:
     """[num_rows] float64: what all tokens of a row weigh together, where top-p asks for that;
     elsewhere 1."""
     totals = torch.ones(len(rows), dtype=torch.float64)
     asking = [n for n, row in enumerate(rows) if row.sampling.top_p < 1 and row.sampling.top_k <= 0]
-    for first in range(0, len(asking), _SLAB):
-        numbers = asking[first : first + _SLAB]
-        share = (
-            logits[numbers[0] : numbers[-1] + 1] if len(asking) == len(rows) else logits[numbers]
-        )
-        runs = _weights_in_runs(share, [rows[number] for number in numbers])
-        totals[numbers] = runs.sum(-1, dtype=torch.float64).cumsum(-1)[:, -1]
+    if asking:
+        share = logits if len(asking) == len(rows) else logits[asking]
+        sums = scan.weigh(share, _temperatures([rows[number] for number in asking])).sums
+        totals[asking] = sums.cumsum(-1)[:, -1]
     return totals
 
 
-def _weights(logits: Tensor, largest: Tensor, rows: Sequence[ScheduledSequence]) -> Tensor:
-    """exp((logit - largest) / temperature): probabilities up to a factor per row, float32."""
-    temperature = _column(rows, lambda s: s.temperature).float()
-    return (logits - largest).div_(temperature[:, None]).exp_()
-
-
-def _weights_in_runs(logits: Tensor, rows: Sequence[ScheduledSequence]) -> Tensor:
-    """The weights of all tokens, in runs of ``_RUN`` ids: [num_rows, num_runs, _RUN]; 0 behind
-    the vocabulary. A run's sum is made by one thread, so it is the same in every batch."""
-    weights = _weights(logits, logits.amax(-1, keepdim=True), rows)
-    missing = -logits.shape[1] % _RUN
-    padded = F.pad(weights, (0, missing)) if missing else weights  # pad copies in any case
-    return padded.view(len(rows), -1, _RUN)
+def _temperatures(rows: Sequence[ScheduledSequence]) -> Tensor:
+    return _column(rows, lambda s: s.temperature).float()[:, None]
 
 
 def _first_above(cumulated: Tensor, target: Tensor) -> Tensor:

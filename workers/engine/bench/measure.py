@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -21,10 +21,13 @@ from workers.engine.bench.timing import median_ms
 from workers.engine.build import build_torch_engine
 from workers.engine.engine import Engine
 from workers.engine.sampler import sample
+from workers.engine.scan import Scan
 
 OURS = "ours"
 SAMPLING_BATCH = 32
 _SAMPLING_TURNS = 9
+
+Step = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +39,8 @@ class EngineFigures:
         prefill_ms: one prompt of ``prompt_len`` tokens.
         sampling_ms: 32 rows of a real text's logits, temperature 0.8, top-p 0.9.
         fidelity: of ours and of transformers' other dtypes to transformers in float32.
+        shares: what our steps spend on their parts, by batch and "prefill"; empty for a runner
+            that does not know.
     """
 
     kind: str  # which runner it was
@@ -44,6 +49,7 @@ class EngineFigures:
     prefill_ms: dict[str, float]
     sampling_ms: float
     fidelity: dict[str, Fidelity]
+    shares: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 def measure_engine(plan: EnginePlan) -> EngineFigures:
@@ -57,29 +63,29 @@ def measure_engine(plan: EnginePlan) -> EngineFigures:
     token_ids = _prompt_ids(plan)
     engine = _our_engine(plan, text_ids)
     bench = Workbench(engine.runner, token_ids, context=plan.context, max_batch=max(plan.batches))
-    references = {name: Reference(plan.folder, name, token_ids) for name in plan.references}
-    decode_ms = {}
-    for batch in plan.batches:
-        steps = {name: one.decode(batch, plan.context) for name, one in references.items()}
-        decode_ms[batch] = _timed(plan, {OURS: bench.decode(batch), **steps})
-    steps = {name: one.prefill(plan.prompt_len) for name, one in references.items()}
-    prefill_ms = _timed(plan, {OURS: bench.prefill(plan.prompt_len), **steps})
-    exact = references.get("fp32") or Reference(plan.folder, "fp32", token_ids)
+    hf = {name: Reference(plan.folder, name, token_ids) for name in plan.references}
+    decodes = {batch: bench.decode(batch) for batch in plan.batches}
+    decode_ms = {
+        batch: _timed(plan, ours, {n: one.decode(batch, plan.context) for n, one in hf.items()})
+        for batch, ours in decodes.items()
+    }
+    prefill = bench.prefill(plan.prompt_len)
+    prefill_ms = _timed(plan, prefill, {n: one.prefill(plan.prompt_len) for n, one in hf.items()})
+    exact = hf.get("fp32") or Reference(plan.folder, "fp32", token_ids)
     expected = exact.teacher_forced(text_ids)
-    others = {name: one for name, one in references.items() if one is not exact}
+    others = {name: one.teacher_forced(text_ids) for name, one in hf.items() if one is not exact}
+    steps = {**{str(batch): step for batch, step in decodes.items()}, "prefill": prefill}
     return EngineFigures(
         kind=engine.info.kind,
         dtype=engine.info.dtype,
         decode_ms=decode_ms,
         prefill_ms=prefill_ms,
-        sampling_ms=_sampling_ms(expected),
+        sampling_ms=_sampling_ms(expected, bench.runner.scan),
         fidelity={
             OURS: compare(expected, bench.teacher_forced(text_ids)),
-            **{
-                name: compare(expected, one.teacher_forced(text_ids))
-                for name, one in others.items()
-            },
+            **{name: compare(expected, got) for name, got in others.items()},
         },
+        shares={name: parts for name, step in steps.items() if (parts := bench.shares(step))},
     )
 
 
@@ -111,11 +117,11 @@ def _our_engine(plan: EnginePlan, text_ids: list[int]) -> Engine:
     )
 
 
-def _timed(plan: EnginePlan, steps: dict[str, Callable[[], object]]) -> dict[str, float]:
-    return median_ms(steps, num_turns=plan.turns, budget_s=plan.budget_s)
+def _timed(plan: EnginePlan, ours: Step, others: dict[str, Step]) -> dict[str, float]:
+    return median_ms({OURS: ours, **others}, num_turns=plan.turns, budget_s=plan.budget_s)
 
 
-def _sampling_ms(logits: Tensor) -> float:
+def _sampling_ms(logits: Tensor, scan: Scan) -> float:
     """logits: [n, vocab_size] float32; its rows are taken again where it has fewer than 32."""
     rows = logits[torch.arange(SAMPLING_BATCH) % len(logits)].clone()
     sequences = [
@@ -131,5 +137,5 @@ def _sampling_ms(logits: Tensor) -> float:
         )
         for seed in range(SAMPLING_BATCH)
     ]
-    step = {OURS: lambda: sample(rows, sequences, frozenset())}
+    step = {OURS: lambda: sample(rows, sequences, frozenset(), scan)}
     return median_ms(step, num_turns=_SAMPLING_TURNS, budget_s=1.0)[OURS]

@@ -16,17 +16,29 @@ from torch import Tensor
 from schemas.errors import ConfigError
 from schemas.requests import SamplingParams
 from workers.engine.api import Runner, ScheduledSequence
+from workers.engine.scan import Scan
 from workers.engine.sequence import num_blocks_for
 
+_SHARE_TURNS = 5
 GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=1, ignore_eos=True)
 
 
 @runtime_checkable
 class LogitsRunner(Runner, Protocol):
-    """A runner that shows its logits."""
+    """A runner that shows its logits, and how it looks at them."""
+
+    scan: Scan
 
     def logits(self, batch: Sequence[ScheduledSequence]) -> Tensor:
         """[n, vocab_size], a row per sequence with ``sample`` set, in batch order."""
+
+
+@runtime_checkable
+class PartsRunner(Protocol):
+    """A runner that knows what its steps spend their time on."""
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of all steps so far, by part."""
 
 
 class Workbench:
@@ -72,6 +84,17 @@ class Workbench:
         """One step that computes a prompt from its beginning and samples one token."""
         sequence = self._sequence(self._prompt_table(prompt_len), self._token_ids, 0, prompt_len)
         return lambda: self.runner.execute([sequence])
+
+    def shares(self, step: Callable[[], object]) -> dict[str, float]:
+        """What a step spends on each of its parts, together 1; nothing for a runner that does not
+        know. Runs it some times."""
+        if not isinstance(self.runner, PartsRunner):
+            return {}
+        before = self.runner.seconds()
+        for _ in range(_SHARE_TURNS):
+            step()
+        spent = {part: now - before[part] for part, now in self.runner.seconds().items()}
+        return {part: value / sum(spent.values()) for part, value in spent.items()}
 
     def teacher_forced(self, token_ids: Sequence[int], *, batch: int = 8) -> list[Tensor]:
         """The logits behind each of ``token_ids``, [vocab_size] float32 each: the text is

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from workers.engine.api import EngineInfo, RunnerLost, Sampled, ScheduledSequence
+from workers.engine.api import RunnerLost, Sampled, ScheduledSequence
 from workers.engine.device.backends import Backend
 from workers.engine.device.buckets import Buckets
 from workers.engine.device.graphs import RECORDING, Graphs
@@ -30,11 +30,13 @@ from workers.engine.device.inputs import (
 )
 from workers.engine.device.select import current
 from workers.engine.device.step import DeviceStep
+from workers.engine.engine_info import engine_info
 from workers.engine.forward import packed_logits
 from workers.engine.kv_layout import KvLayout
 from workers.engine.kv_pool import KvPool
 from workers.engine.loader import LoadedModel
 from workers.engine.sampler import sample_and_score
+from workers.engine.scan import TORCH_SCAN, Scan
 from workers.engine.sequence import num_blocks_for
 
 
@@ -83,21 +85,12 @@ class DeviceRunner:
         self._graphs = (
             Graphs(self._forward, self._device) if self._is_cuda and decode.is_recordable else None
         )
-        self.info = EngineInfo(
-            kind=self._device.type,
-            context_length=loaded.facts.context_length,
-            vocab_size=loaded.facts.vocab_size,
-            eos_token_ids=loaded.facts.eos_token_ids,
-            block_size=layout.block_size,
-            num_blocks=len(shared),
-            block_bytes=layout.block_bytes,
-            fingerprint=layout.fingerprint,
-            dtype=layout.weights_dtype,
-        )
+        self.info = engine_info(self._device.type, loaded.facts, layout, len(shared))
+        self.scan: Scan = TORCH_SCAN
 
     def execute(self, batch: Seq[ScheduledSequence]) -> list[Sampled]:
         """Compute the batch; one result per sequence with ``sample`` set, in batch order."""
-        return sample_and_score(self.logits(batch), batch, self.info.eos_token_ids)
+        return sample_and_score(self.logits(batch), batch, self.info.eos_token_ids, self.scan)
 
     def logits(self, batch: Seq[ScheduledSequence]) -> Tensor:
         """Compute the batch up to the logits: [n, vocab_size] on the host, a row per sequence with

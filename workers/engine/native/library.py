@@ -101,6 +101,32 @@ class Times(ctypes.Structure):
     )
 
 
+class LogitRows(ctypes.Structure):
+    """``mesh::LogitRows``."""
+
+    _fields_ = (("logits", c_void_p), ("num_rows", c_int32), ("vocab_size", c_int32))
+
+
+class RunWeights(ctypes.Structure):
+    """``mesh::RunWeights``."""
+
+    _fields_ = (("temperatures", c_void_p), ("largest", c_void_p), ("sums", c_void_p))
+
+
+class LikeliestTokens(ctypes.Structure):
+    """``mesh::LikeliestTokens``."""
+
+    _fields_ = (
+        ("at_least", c_int32),
+        ("capacity", c_int32),
+        ("width", c_int32),
+        ("ids", c_void_p),
+        ("logits", c_void_p),
+        ("counts", c_void_p),
+        ("is_all", c_void_p),
+    )
+
+
 _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "mesh_features": (c_int32, ()),
     "mesh_linear_new": (c_void_p, (c_int32, c_int32, c_int32, POINTER(c_char_p))),
@@ -116,6 +142,12 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "mesh_model_set_window": (None, (c_void_p, c_int32, c_int32)),
     "mesh_model_run": (c_char_p, (c_void_p, POINTER(Batch))),
     "mesh_model_times": (None, (c_void_p, POINTER(Times))),
+    "mesh_model_find_largest": (c_char_p, (c_void_p, POINTER(LogitRows), c_void_p)),
+    "mesh_model_weigh_runs": (c_char_p, (c_void_p, POINTER(LogitRows), POINTER(RunWeights))),
+    "mesh_model_find_likeliest": (
+        c_char_p,
+        (c_void_p, POINTER(LogitRows), POINTER(LikeliestTokens)),
+    ),
 }
 
 

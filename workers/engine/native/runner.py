@@ -15,12 +15,15 @@ import torch
 from torch import Tensor
 
 from infra.model_folder import ModelFolder
-from workers.engine.api import EngineInfo, InSharedPool, Sampled, ScheduledSequence
+from workers.engine.api import InSharedPool, Sampled, ScheduledSequence
+from workers.engine.engine_info import engine_info
 from workers.engine.kv_layout import KvLayout
 from workers.engine.native.library import Batch, check
 from workers.engine.native.rope import RopeTable
+from workers.engine.native.scan import NativeScan
 from workers.engine.native.weights import NativeModel
 from workers.engine.sampler import sample_and_score
+from workers.engine.scan import Scan
 
 
 class NativeRunner(InSharedPool):
@@ -44,21 +47,12 @@ class NativeRunner(InSharedPool):
         self._model = model
         self._rope = rope
         self._slots = slots
-        self.info = EngineInfo(
-            kind="native",
-            context_length=facts.context_length,
-            vocab_size=facts.vocab_size,
-            eos_token_ids=facts.eos_token_ids,
-            block_size=layout.block_size,
-            num_blocks=len(slots),
-            block_bytes=layout.block_bytes,
-            fingerprint=layout.fingerprint,
-            dtype=layout.weights_dtype,
-        )
+        self.info = engine_info("native", facts, layout, len(slots))
+        self.scan: Scan = NativeScan(model)
 
     def execute(self, batch: Seq[ScheduledSequence]) -> list[Sampled]:
         """Compute the batch; one result per sequence with ``sample`` set, in batch order."""
-        return sample_and_score(self.logits(batch), batch, self.info.eos_token_ids)
+        return sample_and_score(self.logits(batch), batch, self.info.eos_token_ids, self.scan)
 
     def logits(self, batch: Seq[ScheduledSequence]) -> Tensor:
         """Compute the batch up to the logits: [n, vocab_size] float32, a row per sequence with
@@ -96,6 +90,12 @@ class NativeRunner(InSharedPool):
         )
         check(self._model.functions.mesh_model_run(self._model.handle, ctypes.byref(call)))
         return logits
+
+    def seconds(self) -> dict[str, float]:
+        """What all steps so far have taken, by what was done: products ("linear"), "attention",
+        and what is done "rows" by row, norms, rotations and gates."""
+        times = self._model.times()
+        return {"linear": times.linear, "attention": times.attention, "rows": times.rows}
 
     def _check(
         self,

@@ -71,6 +71,21 @@ def test_only_fidelity_needs_no_reference(tiny_folder: TinyFolder) -> None:
     assert set(figures.fidelity) == {OURS}
 
 
+def test_native_steps_tell_their_parts(tiny_folder: TinyFolder) -> None:
+    """Products, attention and rows together make a step; a runner of torch does not know."""
+    folder = tiny_folder("llama")
+    ids = [5 + 3 * number % 200 for number in range(30)]
+    for kernels, parts in (("native", {"linear", "attention", "rows"}), ("general", set())):
+        engine = build_torch_engine(
+            folder, dtype="fp32", kernels=kernels, num_blocks=24, block_size=4
+        )
+        bench = Workbench(engine.runner, ids, context=17, max_batch=3)
+        shares = bench.shares(bench.decode(3))
+        assert set(shares) == parts
+        assert all(0 < share < 1 for share in shares.values())
+        assert not parts or sum(shares.values()) == pytest.approx(1)
+
+
 def test_a_step_decodes_what_stands_behind_its_context(tiny_folder: TinyFolder) -> None:
     """Every sequence of the batch has the whole context: each gets the token that transformers
     finds behind it, and a second step finds the same."""

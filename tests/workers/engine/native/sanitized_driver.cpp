@@ -1,5 +1,6 @@
 // Runs the native code over many shapes, for a build with address and undefined-behaviour
 // sanitizers. Every buffer that it hands over has exactly the size that the interface asks for.
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -121,6 +122,40 @@ void run_steps(Model& model, const ModelShape& shape, size_t item_bytes) {
   }
 }
 
+// Rows of every length around those of vectors and runs, with infinities and not-a-number in them.
+void scan_rows(int vocab_size, int at_least) {
+  constexpr int kRows = 5;
+  const ModelShape shape = {1, 16, 1, 1, 16, 16, 16, 1, KvKind::kFp32, 1e-5f, 0.1f};
+  const char* error = nullptr;
+  OwnedModel model(mesh_model_new(&shape, 1 + vocab_size % 3, &error));
+  demand_no(error);
+  const auto size = static_cast<size_t>(vocab_size);
+  auto logits = random_floats(kRows * size);
+  std::fill_n(logits.begin(), size, NAN);
+  std::fill_n(logits.begin() + size, size, -INFINITY);
+  std::fill_n(logits.begin() + 2 * size, size, 0.5f);
+  logits[3 * size] = NAN;
+  const LogitRows rows = {logits.data(), kRows, vocab_size};
+  std::vector<int32_t> ids(kRows);
+  demand_no(mesh_model_find_largest(model.get(), &rows, ids.data()));
+  for (const int32_t id : ids) demand(id >= 0 && id < vocab_size, "no such token");
+  const std::vector<float> temperatures(kRows, 0.7f);
+  std::vector<float> largest(kRows);
+  std::vector<double> sums(kRows * ((size + kTokensPerRun - 1) / kTokensPerRun));
+  const RunWeights weights = {temperatures.data(), largest.data(), sums.data()};
+  demand_no(mesh_model_weigh_runs(model.get(), &rows, &weights));
+  for (const double sum : sums) demand(std::isfinite(sum), "a weight is no number");
+  const int capacity = std::min(8 * at_least, vocab_size);
+  std::vector<int64_t> table(static_cast<size_t>(kRows * capacity)), counts(kRows);
+  std::vector<float> found(table.size());
+  std::vector<uint8_t> is_all(kRows);
+  LikeliestTokens tokens = {std::min(at_least, vocab_size), capacity, 0, table.data(),
+                            found.data(), counts.data(), is_all.data()};
+  demand_no(mesh_model_find_likeliest(model.get(), &rows, &tokens));
+  demand(counts[0] == 0 && counts[1] == 0, "a row without numbers has candidates");
+  demand(tokens.width >= 1 && tokens.width <= capacity, "a width out of its range");
+}
+
 void check_refusals() {
   const char* error = nullptr;
   demand(mesh_linear_new(99, 16, 16, &error) == nullptr && error != nullptr, "kind 99 was made");
@@ -135,6 +170,8 @@ void check_refusals() {
 
 int main() {
   check_refusals();
+  for (const int vocab_size : {1, 7, 8, 61, 1023, 1024, 4099})
+    for (const int at_least : {1, 30, 256, 5000}) scan_rows(vocab_size, at_least);
   int number = 0;
   for (const int head_dim : {16, 64, 80, 96, 128}) {
     for (const WeightKind kind : {WeightKind::kFp32, WeightKind::kBf16}) {

@@ -132,3 +132,16 @@ const char* mesh_model_run(Model* model, const Batch* batch) {
 }
 
 void mesh_model_times(const Model* model, Times* times) { *times = model->times; }
+
+const char* mesh_model_find_largest(Model* model, const LogitRows* rows, int32_t* ids) {
+  return guarded([&] { find_largest(*rows, ids, model->team); });
+}
+
+const char* mesh_model_weigh_runs(Model* model, const LogitRows* rows, const RunWeights* weights) {
+  return guarded([&] { weigh_runs(*rows, *weights, model->team); });
+}
+
+const char* mesh_model_find_likeliest(Model* model, const LogitRows* rows,
+                                      LikeliestTokens* tokens) {
+  return guarded([&] { find_likeliest(*rows, *tokens, model->team); });
+}

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "model.h"
+#include "scan.h"
 
 #define MESH_API extern "C" __attribute__((visibility("default")))
 
@@ -62,3 +63,11 @@ MESH_API void mesh_model_set_window(mesh::Model* model, int32_t layer, int32_t w
 
 MESH_API const char* mesh_model_run(mesh::Model* model, const mesh::Batch* batch);
 MESH_API void mesh_model_times(const mesh::Model* model, mesh::Times* times);
+
+// What sampling asks of logits, by the threads of a model; a step must not run meanwhile.
+MESH_API const char* mesh_model_find_largest(mesh::Model* model, const mesh::LogitRows* rows,
+                                             int32_t* ids);
+MESH_API const char* mesh_model_weigh_runs(mesh::Model* model, const mesh::LogitRows* rows,
+                                           const mesh::RunWeights* weights);
+MESH_API const char* mesh_model_find_likeliest(mesh::Model* model, const mesh::LogitRows* rows,
+                                               mesh::LikeliestTokens* tokens);

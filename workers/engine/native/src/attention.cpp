@@ -5,6 +5,7 @@
 
 #include "bf16.h"
 #include "memory.h"
+#include "tile_fetcher.h"
 
 namespace mesh {
 namespace {
@@ -47,16 +48,19 @@ void widen(const Item* from, int size, float* to) {
 }
 
 // Copies the tile's keys and values that some query of the block sees. Others are never used: their
-// scores are masked, and sums leave them out.
+// scores are masked, and sums leave them out. Meanwhile half of the next tile is fetched.
 template <class Item>
 void load_tile(const KvHead<Item>& kv, int tile_start, Visible range, int head_dim,
-               Scratch& scratch) {
+               Scratch& scratch, TileFetcher<Item>& next) {
   for (int token = range.first; token < range.last;) {
-    const KvRun<Item> run = kv.run(tile_start + token);
-    const int count = std::min(run.count, range.last - token);
-    widen(run.keys, count * head_dim, scratch.keys.data() + token * head_dim);
-    widen(run.values, count * head_dim, scratch.values.data() + token * head_dim);
-    token += count;
+    KvRun<Item> run = kv.run(tile_start + token);
+    for (const int end = std::min(token + run.count, range.last); token < end; ++token) {
+      widen(run.keys, head_dim, scratch.keys.data() + token * head_dim);
+      widen(run.values, head_dim, scratch.values.data() + token * head_dim);
+      run.keys += head_dim;
+      run.values += head_dim;
+      next.fetch((next.token_lines() + 1) / 2);
+    }
   }
 }
 
@@ -134,80 +138,118 @@ void add_chunks(int num_vectors, const float* weights, const float* values, Visi
   }
 }
 
+template <class Item>
 class BlockAttention {
  public:
-  BlockAttention(const QueryBlock& block, int head_dim, Scratch& scratch)
-      : block_(block), head_dim_(head_dim), scratch_(scratch) {
-    num_queries_ = (block.end_position - block.first_position) * block.group;
+  BlockAttention(const QueryBlock& block, const KvHeads<Item>& heads, int head_dim,
+                 Scratch& scratch)
+      : block_(block),
+        heads_(heads),
+        head_dim_(head_dim),
+        num_queries_((block.end_position - block.first_position) * block.group),
+        first_seen_(std::max(0, block.first_position + 1 - block.window)),
+        scratch_(scratch),
+        next_(head_dim) {
     scratch.reserve(num_queries_, head_dim);
-    const Vec scale = splat(block.scale);
-    for (int query = 0; query < num_queries_; ++query) {
-      const float* from = block.queries + place(query, block.query_stride);
-      for (int at = 0; at < head_dim; at += kWidth) {
-        store(of(scratch.queries, query) + at, load(from + at) * scale);
-        store(of(scratch.sums, query) + at, Vec{});
-      }
-      scratch.softmax[static_cast<size_t>(query)] = {-1e30f, 0.0f};
-    }
   }
 
-  template <class Item>
-  void run(const KvHead<Item>& kv) {
-    const int first_seen = std::max(0, block_.first_position + 1 - block_.window);
-    for (int start = first_seen / kTile * kTile; start < block_.end_position; start += kTile) {
-      const Visible range = {std::max(0, first_seen - start),
-                             std::min(kTile, block_.end_position - start)};
-      load_tile(kv, start, range, head_dim_, scratch_);
-      for (int query = 0; query < num_queries_; ++query) add_tile(query, start);
+  void run() {
+    for (int head = block_.first_head; head < block_.end_head; ++head) {
+      begin(head);
+      for (int start = first_tile(); start < block_.end_position; start += kTile)
+        add_tile(head, start);
+      for (int query = 0; query < num_queries_; ++query) finish(head, query);
     }
-    for (int query = 0; query < num_queries_; ++query) finish(query);
   }
 
  private:
-  void add_tile(int query, int tile_start) {
+  int first_tile() const { return first_seen_ / kTile * kTile; }
+
+  Visible range_of(int tile_start) const {
+    return {std::max(0, first_seen_ - tile_start),
+            std::min(kTile, block_.end_position - tile_start)};
+  }
+
+  void begin(int head) {
+    const Vec scale = splat(block_.scale);
+    for (int query = 0; query < num_queries_; ++query) {
+      const float* from = block_.queries + place(head, query, block_.query_stride);
+      for (int at = 0; at < head_dim_; at += kWidth) {
+        store(of(scratch_.queries, query) + at, load(from + at) * scale);
+        store(of(scratch_.sums, query) + at, Vec{});
+      }
+      scratch_.softmax[static_cast<size_t>(query)] = {-1e30f, 0.0f};
+    }
+  }
+
+  void add_tile(int head, int start) {
+    aim_behind(head, start);
+    load_tile(heads_.head(head), start, range_of(start), head_dim_, scratch_, next_);
+    for (int query = 0; query < num_queries_; ++query) add_to_query(query, start);
+  }
+
+  // What is computed with after a tile: the head's next one, or the first of the next head.
+  void aim_behind(int head, int start) {
+    start += kTile;
+    if (start >= block_.end_position) {
+      start = first_tile();
+      if (++head == block_.end_head) return;
+    }
+    const Visible range = range_of(start);
+    next_.aim(heads_.head(head), start + range.first, start + range.last);
+  }
+
+  void add_to_query(int query, int tile_start) {
     const int position = block_.first_position + query / block_.group;
     const Visible visible = {std::max(0, position + 1 - block_.window - tile_start),
                              std::min(kTile, position + 1 - tile_start)};
     if (visible.first >= visible.last) return;
     float scores[kTile];
-    for (int at = visible.first / kWidth * kWidth; at < visible.last; at += kWidth)
+    for (int at = visible.first / kWidth * kWidth; at < visible.last; at += kWidth) {
       store(scores + at, score(of(scratch_.queries, query),
                                scratch_.keys.data() + at * head_dim_, head_dim_));
+      next_.fetch((next_.token_lines() + 1) / 2);
+    }
     const float shrink = weigh(scores, visible, scratch_.softmax[static_cast<size_t>(query)]);
+    next_.fetch(3 * next_.token_lines());
     add_chunks<kMostChunk>(head_dim_ / kWidth, scores, scratch_.values.data(), visible, head_dim_,
                            shrink, of(scratch_.sums, query));
+    next_.fetch(3 * next_.token_lines());
   }
 
-  void finish(int query) {
+  void finish(int head, int query) {
     const Vec total = splat(scratch_.softmax[static_cast<size_t>(query)].sum);
     const float* sums = of(scratch_.sums, query);
-    float* to = block_.outputs + place(query, block_.output_stride);
+    float* to = block_.outputs + place(head, query, block_.output_stride);
     for (int at = 0; at < head_dim_; at += kWidth) store(to + at, load(sums + at) / total);
   }
 
   float* of(Array<float>& array, int query) const { return array.data() + query * head_dim_; }
 
-  size_t place(int query, size_t stride) const {
+  size_t place(int head, int query, size_t stride) const {
     return static_cast<size_t>(query / block_.group) * stride +
-           static_cast<size_t>(query % block_.group * head_dim_);
+           static_cast<size_t>((head * block_.group + query % block_.group) * head_dim_);
   }
 
   const QueryBlock& block_;
+  const KvHeads<Item>& heads_;
   const int head_dim_;
+  const int num_queries_;  // of one head
+  const int first_seen_;   // the first position that some query sees
   Scratch& scratch_;
-  int num_queries_;
+  TileFetcher<Item> next_;
 };
 
 }  // namespace
 
 template <class Item>
-void attend(const QueryBlock& block, const KvHead<Item>& kv, int head_dim) {
+void attend(const QueryBlock& block, const KvHeads<Item>& heads, int head_dim) {
   thread_local Scratch scratch;
-  BlockAttention(block, head_dim, scratch).run(kv);
+  BlockAttention<Item>(block, heads, head_dim, scratch).run();
 }
 
-template void attend(const QueryBlock&, const KvHead<float>&, int);
-template void attend(const QueryBlock&, const KvHead<Bf16>&, int);
+template void attend(const QueryBlock&, const KvHeads<float>&, int);
+template void attend(const QueryBlock&, const KvHeads<Bf16>&, int);
 
 int positions_per_block(int group) { return std::max(1, kMostQueries / group); }
 

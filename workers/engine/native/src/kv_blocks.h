@@ -56,4 +56,15 @@ class KvHead {
   Item* values_;
 };
 
+// All kv heads of one layer of one sequence.
+template <class Item>
+struct KvHeads {
+  Item* pool;
+  const KvShape& shape;
+  const int32_t* block_table;
+  int layer;
+
+  KvHead<Item> head(int number) const { return {pool, shape, block_table, layer, number}; }
+};
+
 }  // namespace mesh

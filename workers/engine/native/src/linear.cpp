@@ -1,6 +1,7 @@
 #include "linear.h"
 
 #include <algorithm>
+#include <vector>
 
 #include "linear_kinds.h"
 
@@ -9,6 +10,7 @@ namespace {
 
 constexpr size_t kWeightBytesPerTask = 192 << 10;  // stay in the second-level cache with some rows
 constexpr int kRowsPerTask = 96;                   // read every weight once for so many rows
+constexpr int kPanelsAtOnce = 4;                   // of a single row, for the sake of arithmetic
 
 int rows_per_preparing_task(int num_rows) { return std::max(4, num_rows / 64); }
 
@@ -29,12 +31,19 @@ InputRows prepare_rows(const LinearKernel& kernel, int num_inputs, InputRows inp
   return {first, stride};
 }
 
-// Few panels: every thread gets several tasks, so that one that was interrupted holds up none.
-int panels_per_task(const LinearKernel& kernel, const PackedLinear& weights, int num_threads) {
-  const auto fit = static_cast<int>(kWeightBytesPerTask / kernel.panel_bytes(weights.num_inputs));
-  const int share = (weights.num_panels() + 3 * num_threads - 1) / (3 * num_threads);
-  const int panels = std::max(1, std::min(fit, share));
-  return panels > 4 ? panels / 4 * 4 : panels;
+// The ends of ranges of panels, each a thread's task. They shrink, so that no thread waits long for
+// the last one; a thread that was interrupted holds up none.
+std::vector<int> range_ends(const PackedLinear& weights, int num_rows, int num_threads) {
+  const size_t panel_bytes = kernel_of(weights.kind)->panel_bytes(weights.num_inputs);
+  const int least = std::max(1, kPanelsAtOnce / num_rows);
+  const int most = std::max(least, static_cast<int>(kWeightBytesPerTask / panel_bytes));
+  std::vector<int> ends;
+  for (int end = 0, num_panels = weights.num_panels(); end < num_panels;) {
+    const int share = (num_panels - end) / (2 * num_threads);
+    const int size = std::clamp(share, least, most) / least * least;
+    ends.push_back(end = std::min(end + size, num_panels));
+  }
+  return ends;
 }
 
 }  // namespace
@@ -76,17 +85,17 @@ const LinearKernel* kernel_of(WeightKind kind) {
 
 void multiply(const PackedLinear& weights, InputRows inputs, int num_rows, OutputRows outputs,
               Array<std::byte>& prepared, ThreadTeam& team) {
+  if (num_rows == 0) return;
   const LinearKernel& kernel = *kernel_of(weights.kind);
   inputs = prepare_rows(kernel, weights.num_inputs, inputs, num_rows, prepared, team);
-  const int num_panels = weights.num_panels();
-  const int panels = panels_per_task(kernel, weights, team.size());
-  const int num_ranges = (num_panels + panels - 1) / panels;
+  const std::vector<int> ends = range_ends(weights, num_rows, team.size());
+  const auto num_ranges = static_cast<int64_t>(ends.size());
   const int num_slices = (num_rows + kRowsPerTask - 1) / kRowsPerTask;
-  team.run(static_cast<int64_t>(num_ranges) * num_slices, [&](int64_t task) {
-    const int range = static_cast<int>(task % num_ranges);
+  team.run(num_ranges * num_slices, [&](int64_t task) {
+    const auto range = static_cast<size_t>(task % num_ranges);
     const int slice = static_cast<int>(task / num_ranges);
     const Tile tile = {slice * kRowsPerTask, std::min((slice + 1) * kRowsPerTask, num_rows),
-                       range * panels, std::min((range + 1) * panels, num_panels)};
+                       range > 0 ? ends[range - 1] : 0, ends[range]};
     kernel.multiply(weights, inputs, outputs, tile);
   });
 }

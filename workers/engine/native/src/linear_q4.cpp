@@ -8,19 +8,17 @@
 // rounding does, by a 30,000th of the largest in a group. (8 bits are half as much work, but turned
 // near ties of tokens: a divergence of 0.004. With few rows reading the weights takes longer than
 // any arithmetic.)
-#include "integer_dot.h"
+#include "integer_kernel.h"
 #include "linear_kinds.h"
-#include "quantised_kernel.h"
 
 namespace mesh {
 namespace {
 
-constexpr int kMostRows = 4;  // more sums than that do not stay in 16 registers
 constexpr float kLargest = 32767.0f;
 constexpr int kOrder[8] = {0, 2, 1, 3, 4, 6, 5, 7};  // of integers: pairs as a shift brings them
 
 // A group of an input row, prepared.
-struct Inputs {
+struct FourBitInputs {
   float step;
   float sum;  // step * the sum of all integers
   int16_t integers[kGroup];  // each eight in the order above
@@ -29,7 +27,7 @@ struct Inputs {
 // The integer sums of a group: 16 outputs for each row. Each 16 bits hold four values, so a shift
 // and a mask bring a pair of inputs for 8 outputs. A sum is at most 15 * 32,767 * 32 < 2^24.
 template <int Rows>
-MESH_INLINE void multiply_values(const std::byte* values, const Inputs* const (&rows)[Rows],
+MESH_INLINE void multiply_values(const std::byte* values, const FourBitInputs* const (&rows)[Rows],
                                  PairSums (&sums)[Rows][2]) {
   constexpr int kShifts[4] = {0, 8, 4, 12};
   const __m256i lowest = _mm256_set1_epi16(15);
@@ -52,19 +50,32 @@ MESH_INLINE void multiply_values(const std::byte* values, const Inputs* const (&
   }
 }
 
-template <class Format, int Rows>
-MESH_INLINE void multiply_panel(const std::byte* panel, int num_groups, const Inputs* (&rows)[Rows],
-                                __m256 (&of)[Rows][2]) {
+template <class FormatOfWeights>
+struct FourBitGroup {
+  using Format = FormatOfWeights;
+  using Inputs = FourBitInputs;
   using Panel = QuantisedPanel<Format>;
-  for (int group = 0; group < num_groups; ++group, panel += Panel::kGroupBytes) {
-    prefetch<Panel::kGroupBytes>(panel);
+
+  static Inputs prepare(const float* row) {
+    Inputs inputs;
+    int16_t integers[kGroup];
+    int sum;
+    inputs.step = round_inputs(row, kLargest, integers, sum);
+    inputs.sum = inputs.step * static_cast<float>(sum);
+    for (int i = 0; i < kGroup; ++i) inputs.integers[i] = integers[i / 8 * 8 + kOrder[i % 8]];
+    return inputs;
+  }
+
+  template <int Rows>
+  static MESH_INLINE void add(const std::byte* group, const Inputs* const (&rows)[Rows],
+                              __m256 (&of)[Rows][2]) {
     PairSums sums[Rows][2];
-    multiply_values<Rows>(panel + Panel::kValuesAt, rows, sums);
+    multiply_values<Rows>(group + Panel::kValuesAt, rows, sums);
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
-      const __m256 scale = load_8_halves(panel + 16 * half);
+      const __m256 scale = load_8_halves(group + 16 * half);
       const __m256 minimum = Format::kHasMinimum
-                                 ? load_8_halves(panel + Panel::kScaleBytes + 16 * half)
+                                 ? load_8_halves(group + Panel::kScaleBytes + 16 * half)
                                  : _mm256_mul_ps(scale, _mm256_set1_ps(-Format::kZero));
 #pragma GCC unroll 8
       for (int row = 0; row < Rows; ++row) {
@@ -74,68 +85,18 @@ MESH_INLINE void multiply_panel(const std::byte* panel, int num_groups, const In
         sum = _mm256_fmadd_ps(minimum, _mm256_broadcast_ss(&rows[row]->sum), sum);
       }
     }
-#pragma GCC unroll 8
-    for (int row = 0; row < Rows; ++row) ++rows[row];
-  }
-}
-
-template <class Format>
-class Q4Kernel final : public QuantisedKernel<Format> {
- public:
-  using Panel = QuantisedPanel<Format>;
-
-  size_t prepared_bytes(int num_inputs) const override {
-    return static_cast<size_t>(num_inputs / kGroup) * sizeof(Inputs);
-  }
-
-  void prepare(const float* row, int num_inputs, std::byte* prepared) const override {
-    for (int input = 0; input < num_inputs; input += kGroup, prepared += sizeof(Inputs)) {
-      Inputs inputs;
-      int16_t integers[kGroup];
-      int sum;
-      inputs.step = round_inputs(row + input, kLargest, integers, sum);
-      inputs.sum = inputs.step * static_cast<float>(sum);
-      for (int i = 0; i < kGroup; ++i) inputs.integers[i] = integers[i / 8 * 8 + kOrder[i % 8]];
-      std::memcpy(prepared, &inputs, sizeof inputs);
-    }
-  }
-
-  void multiply(const PackedLinear& weights, InputRows inputs, OutputRows outputs,
-                Tile tile) const override {
-    for_each_group<kMostRows>(tile, [&](auto rows, int first_row, int panel) {
-      multiply_rows<rows>(weights, inputs, outputs, first_row, panel);
-    });
-  }
-
- private:
-  template <int Rows>
-  static void multiply_rows(const PackedLinear& weights, InputRows inputs, OutputRows outputs,
-                            int first_row, int panel) {
-    const Inputs* rows[Rows];
-    __m256 sums[Rows][2];
-#pragma GCC unroll 8
-    for (int row = 0; row < Rows; ++row) {
-      rows[row] = inputs.row<Inputs>(first_row + row);
-      begin_panel(weights, panel, sums[row]);
-    }
-    const std::byte* from =
-        weights.data.data() + static_cast<size_t>(panel) * Panel::bytes(weights.num_inputs);
-    multiply_panel<Format, Rows>(from, weights.num_inputs / kGroup, rows, sums);
-#pragma GCC unroll 8
-    for (int row = 0; row < Rows; ++row)
-      end_panel(weights, panel, sums[row], outputs.row(first_row + row));
   }
 };
 
 }  // namespace
 
 const LinearKernel& q4_0_kernel() {
-  static const Q4Kernel<Q4_0> kernel;
+  static const IntegerKernel<FourBitGroup<Q4_0>> kernel;
   return kernel;
 }
 
 const LinearKernel& q4_1_kernel() {
-  static const Q4Kernel<Q4_1> kernel;
+  static const IntegerKernel<FourBitGroup<Q4_1>> kernel;
   return kernel;
 }
 

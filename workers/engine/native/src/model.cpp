@@ -85,6 +85,9 @@ void Model::plan_attention() {
                    [](const AttentionTask& a, const AttentionTask& b) {
                      return a.end_position > b.end_position;
                    });
+  // Heads are shared out too where there are few tasks; else one follows the other in a thread.
+  const bool are_few = attention_tasks_.size() < 4 * static_cast<size_t>(team.size());
+  head_shares_ = are_few ? shape.num_kv_heads : 1;
 }
 
 // In the last layer keys and values were the last thing that other rows were needed for.
@@ -212,34 +215,35 @@ void Model::prepare_row(const Layer& layer, int number, int row) {
 
 void Model::attend_all(const Layer& layer, int number) {
   const Stopwatch watch(times.attention);
-  const auto num_tasks = static_cast<int64_t>(attention_tasks_.size()) * shape.num_kv_heads;
+  const auto num_tasks = static_cast<int64_t>(attention_tasks_.size()) * head_shares_;
   team.run(num_tasks, [&](int64_t at) {
-    const AttentionTask& task = attention_tasks_[static_cast<size_t>(at / shape.num_kv_heads)];
-    const int kv_head = static_cast<int>(at % shape.num_kv_heads);
+    const AttentionTask& task = attention_tasks_[static_cast<size_t>(at / head_shares_)];
+    const int share = static_cast<int>(at % head_shares_);
     if (shape.kv_kind == KvKind::kFp32)
-      attend_task<float>(layer, number, task, kv_head);
+      attend_task<float>(layer, number, task, share);
     else
-      attend_task<Bf16>(layer, number, task, kv_head);
+      attend_task<Bf16>(layer, number, task, share);
   });
 }
 
 template <class Item>
-void Model::attend_task(const Layer& layer, int number, const AttentionTask& task, int kv_head) {
+void Model::attend_task(const Layer& layer, int number, const AttentionTask& task, int share) {
   const Span& span = spans_[static_cast<size_t>(task.span)];
   const int row = span.first_row + task.first_position - span.start;
-  const int first_item = kv_head * group() * shape.head_dim;
   const QueryBlock block = {task.first_position,
                             task.end_position,
+                            shape.num_kv_heads * share / head_shares_,
+                            shape.num_kv_heads * (share + 1) / head_shares_,
                             group(),
-                            heads_.row(row) + first_item,
-                            attended_.row(row) + first_item,
+                            heads_.row(row),
+                            attended_.row(row),
                             heads_.stride,
                             attended_.stride,
                             shape.score_scale,
                             layer.window};
-  const KvHead<Item> kv(static_cast<Item*>(batch_->pool), kv_shape_,
-                        batch_->block_tables + span.first_block, number, kv_head);
-  attend(block, kv, shape.head_dim);
+  const KvHeads<Item> heads = {static_cast<Item*>(batch_->pool), kv_shape_,
+                               batch_->block_tables + span.first_block, number};
+  attend(block, heads, shape.head_dim);
 }
 
 }  // namespace mesh

@@ -102,7 +102,7 @@ class Model {
     }
   };
 
-  // Query heads of some positions of one span; attended once per kv head.
+  // Some positions of one span, attended together: all kv heads of them, or one at a time.
   struct AttentionTask {
     int span;
     int first_position, end_position;
@@ -122,7 +122,7 @@ class Model {
   template <class Item>
   void prepare_row(const Layer& layer, int number, int row);
   template <class Item>
-  void attend_task(const Layer& layer, int number, const AttentionTask& task, int kv_head);
+  void attend_task(const Layer& layer, int number, const AttentionTask& task, int share);
   void attend_all(const Layer& layer, int number);
   template <class Body>
   void for_rows(int floats_per_row, const Body& body);
@@ -141,6 +141,7 @@ class Model {
   std::vector<Span> spans_;
   std::vector<int32_t> span_of_row_;
   std::vector<AttentionTask> attention_tasks_;
+  int head_shares_ = 1;  // into how many pieces a task's kv heads are shared out
   Rows hidden_;    // the residual stream
   Rows normed_;    // what the next linear layer reads
   Rows heads_;     // queries, keys, values

@@ -24,15 +24,15 @@ namespace mesh {
 constexpr int kPanelOutputs = 2 * kWidth;
 constexpr int kInputsPerPass = 1536;             // a panel's part stays in the first-level cache
 
-// How far ahead weights are fetched while several rows are multiplied: the arithmetic hides what the
-// processor's own prefetching leaves (8 rows: 13.7 ms against 17.0 for 141 MB of weights on one
-// core). With one row it is memory that limits, and more requests only get in its way.
-constexpr int kFetchAhead = 1536;
+// With so many rows or fewer a panel is used for all of them before the next one.
+constexpr int kFewRows = 48;
 
-template <int Rows>
-inline void fetch_ahead(const void* weights) {
-  if (Rows > 1) __builtin_prefetch(static_cast<const char*>(weights) + kFetchAhead);
-}
+// Where weights are fetched from memory while others are multiplied with: so far behind these, and
+// so many bytes further at each step of the product.
+struct Ahead {
+  ptrdiff_t distance;
+  ptrdiff_t step;
+};
 
 // Calls body(output, input, number of the weight in row-major rows) for rows of weights in the order
 // in which they are packed: panel after panel, input after input.
@@ -85,6 +85,8 @@ class PanelProduct {
   using Item = typename Weights::Item;
   static constexpr int kMostRows = Weights::kMostSums / 2;
 
+  static constexpr int kStepBytes = Weights::kDepth * kPanelOutputs * int{sizeof(Item)};
+
   static size_t padded_inputs(int num_inputs) {
     return static_cast<size_t>((num_inputs + Weights::kDepth - 1) / Weights::kDepth) *
            Weights::kDepth;
@@ -101,54 +103,82 @@ class PanelProduct {
         depth_(static_cast<int>(padded_inputs(weights.num_inputs))) {}
 
   void multiply(Tile tile) const {
+    // As few groups of rows as registers allow, of sizes as equal as can be.
+    const int num_groups = (tile.end_row - tile.first_row + kMostRows - 1) / kMostRows;
+    const bool are_few = tile.end_row - tile.first_row <= kFewRows;
+    const int num_panels = num_groups > 1 && are_few ? 1 : tile.end_panel - tile.first_panel;
     for (int begin = 0; begin < depth_; begin += kInputsPerPass) {
       const int end = std::min(begin + kInputsPerPass, depth_);
-      // As few groups of rows as registers allow, of sizes as equal as can be.
-      const int num_rows = tile.end_row - tile.first_row;
-      const int num_groups = (num_rows + kMostRows - 1) / kMostRows;
-      for (int group = 0; group < num_groups; ++group) {
-        const int first = tile.first_row + num_rows * group / num_groups;
-        const int last = tile.first_row + num_rows * (group + 1) / num_groups;
-        multiply_group<kMostRows>(last - first, first, tile, begin, end);
+      for (Tile part = tile; part.first_panel < tile.end_panel; part.first_panel = part.end_panel) {
+        part.end_panel = std::min(part.first_panel + num_panels, tile.end_panel);
+        for (int group = 0; group < num_groups; ++group)
+          multiply_group(group, num_groups, part, begin, end);
       }
     }
   }
 
  private:
+  static constexpr int kNear = 3072;  // bytes: what memory brings while so many are multiplied with
+
   // Few rows leave registers: then several panels at once keep the arithmetic units busy.
-  static constexpr int panels_at_once(int rows) {
-    return rows == 1 ? 4 : 4 * rows <= Weights::kMostSums ? 2 : 1;
+  static constexpr int panels_at_once(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
+
+  void multiply_group(int group, int num_groups, Tile tile, int begin, int end) const {
+    const int num_rows = tile.end_row - tile.first_row;
+    const int first = tile.first_row + num_rows * group / num_groups;
+    const int last = tile.first_row + num_rows * (group + 1) / num_groups;
+    Ahead ahead = {kNear, kStepBytes};
+    if (num_groups > 1 && tile.end_panel - tile.first_panel == 1) {
+      // Each group fetches its share of the next panel: memory and arithmetic are always busy.
+      const ptrdiff_t pass_bytes = ptrdiff_t{end - begin} / Weights::kDepth * kStepBytes;
+      ahead = {static_cast<ptrdiff_t>(panel_bytes(weights_.num_inputs)) +
+                   pass_bytes * group / num_groups,
+               kStepBytes / num_groups};
+    }
+    multiply_rows<kMostRows>(last - first, first, tile, begin, end, ahead);
   }
 
   template <int Rows>
-  void multiply_group(int num_rows, int first_row, Tile tile, int begin, int end) const {
+  void multiply_rows(int num_rows, int first_row, Tile tile, int begin, int end,
+                     Ahead ahead) const {
     if constexpr (Rows > 1) {
-      if (num_rows < Rows) return multiply_group<Rows - 1>(num_rows, first_row, tile, begin, end);
+      if (num_rows < Rows)
+        return multiply_rows<Rows - 1>(num_rows, first_row, tile, begin, end, ahead);
     }
     constexpr int kPanels = panels_at_once(Rows);
     int panel = tile.first_panel;
     for (; panel + kPanels <= tile.end_panel; panel += kPanels)
-      multiply_panels<Rows, kPanels>(first_row, panel, begin, end);
+      multiply_panels<Rows, kPanels>(first_row, panel, begin, end, ahead);
     if constexpr (kPanels > 1) {
-      for (; panel < tile.end_panel; ++panel) multiply_panels<Rows, 1>(first_row, panel, begin, end);
+      for (; panel < tile.end_panel; ++panel)
+        multiply_panels<Rows, 1>(first_row, panel, begin, end, ahead);
     }
   }
 
   // Not inlined: inside its callers the compiler runs out of registers for the sums.
   template <int Rows, int Panels>
-  [[gnu::noinline]] void multiply_panels(int first_row, int first_panel, int begin, int end) const {
+  [[gnu::noinline]] void multiply_panels(int first_row, int first_panel, int begin, int end,
+                                         Ahead ahead) const {
     Sums<Rows, Panels> sums;
     const Row* rows[Rows];
     const Item* items[Panels];
+    const char* fetched[Panels];
     for (int row = 0; row < Rows; ++row) rows[row] = inputs_.row<Row>(first_row + row);
     for (int p = 0; p < Panels; ++p) {
       items[p] = panel_items(first_panel + p);
+      fetched[p] = reinterpret_cast<const char*>(items[p] + begin * kPanelOutputs) + ahead.distance;
       for (int row = 0; row < Rows; ++row)
         begin_sums(first_row + row, first_panel + p, begin, sums.of[row][2 * p],
                    sums.of[row][2 * p + 1]);
     }
-    for (int input = begin; input < end; input += Weights::kDepth)
+    for (int input = begin; input < end; input += Weights::kDepth) {
+      // With one row it is memory that limits, and more requests only get in its way.
+      for (int p = 0; p < Panels && Rows > 1; ++p) {
+        __builtin_prefetch(fetched[p]);
+        fetched[p] += ahead.step;
+      }
       Weights::template step<Rows, Panels>(rows, input, items, sums);
+    }
     for (int p = 0; p < Panels; ++p)
       for (int row = 0; row < Rows; ++row)
         store_sums(outputs_.row(first_row + row) + (first_panel + p) * kPanelOutputs,

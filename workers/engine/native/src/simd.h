@@ -75,6 +75,23 @@ inline Vec fma(Vec a, Vec b, Vec c) {
 #endif
 }
 
+// One bit per lane of what a comparison gave, lane 0 the lowest.
+inline uint32_t lanes_of(IntVec truth) {
+#if MESH_VECTOR_WIDTH == 8
+  return static_cast<uint32_t>(_mm256_movemask_ps(as_floats(truth)));
+#elif defined(__AVX512F__)
+  const auto words = reinterpret_cast<__m512i>(truth);
+  return _mm512_test_epi32_mask(words, words);
+#else
+  struct Halves {
+    __m256 low, high;
+  } halves;
+  std::memcpy(&halves, &truth, sizeof truth);
+  return static_cast<uint32_t>(_mm256_movemask_ps(halves.low)) |
+         static_cast<uint32_t>(_mm256_movemask_ps(halves.high)) << 8;
+#endif
+}
+
 inline float sum_lanes(Vec value) {
   float lanes[kWidth];
   store(lanes, value);
