@@ -49,6 +49,9 @@ def command(
             'prints {"prefill_tok_s": …, "decode_tok_s": …} of one stream'
         ),
     ] = "",
+    peer_name: Annotated[
+        str, typer.Option(help="what its figures begin with: llama for llama_decode_tok_s")
+    ] = "peer",
     json: Annotated[bool, typer.Option("--json", help="print JSON only")] = False,
 ) -> None:
     """Time decode steps and prefill of the engine beside transformers, and compare their logits."""
@@ -58,6 +61,8 @@ def command(
     # setting in which transformers is fastest.
     os.environ["OMP_NUM_THREADS"] = str(num_threads)
     try:
+        if not peer_name.isidentifier():
+            raise ConfigError(f"{peer_name!r} can't begin a name", param="peer_name")
         plan = EnginePlan(
             folder=_folder(model),
             dtype=dtype,
@@ -81,7 +86,7 @@ def command(
         raise typer.Exit(EXIT_INTERRUPTED) from None
     except MeshError as error:
         raise typer.Exit(report("mesh bench engine", error)) from error
-    make_result(plan, figures, peer_speed, machine).show(as_json=json)
+    make_result(plan, figures, peer_speed, machine, peer_name).show(as_json=json)
 
 
 def make_result(
@@ -89,6 +94,7 @@ def make_result(
     figures: EngineFigures,
     peer: PeerSpeed | None,
     machine: MachineNote,
+    peer_name: str = "peer",
 ) -> BenchResult:
     """The figures under the names that people look for: ours, the faster of transformers' (named
     in ``hf_fastest``), how many times faster we are, and each of transformers' dtypes."""
@@ -108,6 +114,9 @@ def make_result(
         "kernels": figures.kind,
         "dtype": figures.dtype,
     }
+    for part in sorted({part for parts in figures.shares.values() for part in parts}):
+        of_steps = {step: parts[part] for step, parts in figures.shares.items()}
+        shown[f"share_{part}"] = _rounded(of_steps)
     if plan.references:
         fastest = {batch: min(ms, key=ms.__getitem__) for batch, ms in decode.items()}
         hf_ms = {batch: ms[fastest[batch]] for batch, ms in decode.items()}
@@ -126,7 +135,7 @@ def make_result(
     for name, other in fidelity.items():
         shown[f"hf_{name}_kl_mean"] = float(f"{other.kl_mean:.3g}")
     if peer is not None:
-        shown |= _beside(peer, decode_ms.get("1"), tok_s / prefill_ms)
+        shown |= _beside(peer_name, peer, decode_ms.get("1"), tok_s / prefill_ms)
     return BenchResult(
         bench="engine", figures=shown, settings=_settings(plan), machine=machine, notes=_NOTES
     )
@@ -134,19 +143,22 @@ def make_result(
 
 _NOTES = (
     "times of one process, by turns, medians; greedy sampling included",
+    "share: of a step of ours, by what is done; linear: products, rows: norms, rotations, gates",
     "hf: transformers' own modules, the faster dtype at each size; kl and argmax: against fp32",
 )
 
 
-def _beside(peer: PeerSpeed, decode_ms: float | None, prefill_tok_s: float) -> dict[str, Figure]:
+def _beside(
+    name: str, peer: PeerSpeed, decode_ms: float | None, prefill_tok_s: float
+) -> dict[str, Figure]:
     """Ours over the peer's: above 1 we are faster. Decode only where batch 1 was measured."""
     ratio = {"prefill": prefill_tok_s / peer.prefill_tok_s}
     if decode_ms is not None:
         ratio["decode_1"] = 1e3 / decode_ms / peer.decode_tok_s
     return {
-        "peer_prefill_tok_s": peer.prefill_tok_s,
-        "peer_decode_tok_s": peer.decode_tok_s,
-        "peer_ratio": _rounded(ratio),
+        f"{name}_prefill_tok_s": peer.prefill_tok_s,
+        f"{name}_decode_tok_s": peer.decode_tok_s,
+        f"{name}_ratio": _rounded(ratio),
     }
 
 

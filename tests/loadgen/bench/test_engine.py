@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,27 @@ def test_a_peers_speed_is_compared_stream_by_stream() -> None:
     assert shown["peer_ratio"] == {"prefill": 2.0, "decode_1": 2.0}
 
 
+def test_a_peers_figures_can_bear_its_name() -> None:
+    """So that several runs can be told apart, and put side by side."""
+    peer = PeerSpeed(prefill_tok_s=640.0, decode_tok_s=50.0)
+    plan = EnginePlan(folder=Path("m"))
+    shown = make_result(plan, FIGURES, peer, MACHINE, "llama").figures
+    assert (shown["llama_decode_tok_s"], shown["llama_prefill_tok_s"]) == (50.0, 640.0)
+    assert shown["llama_ratio"] == {"prefill": 2.0, "decode_1": 2.0}
+    assert "peer_ratio" not in shown
+
+
+def test_shares_of_a_step_are_shown_part_by_part() -> None:
+    """Where the runner knows them; elsewhere there is no such figure."""
+    shares = {"1": {"linear": 0.9, "rows": 0.1}, "prefill": {"linear": 0.75, "rows": 0.25}}
+    plan = EnginePlan(folder=Path("m"))
+    shown = make_result(plan, replace(FIGURES, shares=shares), None, MACHINE).figures
+    assert shown["share_linear"] == {"1": 0.9, "prefill": 0.75}
+    assert shown["share_rows"] == {"1": 0.1, "prefill": 0.25}
+    without = make_result(plan, FIGURES, None, MACHINE).figures
+    assert not [name for name in without if name.startswith("share_")]
+
+
 def test_the_peers_last_line_counts() -> None:
     """What it prints before is talk."""
     speed = run_peer(python("print('hi'); print('{\"prefill_tok_s\": 2, \"decode_tok_s\": 1.5}')"))
@@ -113,6 +135,7 @@ def test_a_command_that_cannot_run_is_the_callers_fault(command: str) -> None:
     [
         (("--batches", "1,x"), "batches"),
         (("--references", "fp64"), "references"),
+        (("--peer-name", "llama.cpp"), "peer_name"),
         (("--model", "/no/such/folder"), "model"),
     ],
 )
