@@ -37,6 +37,7 @@ from infra.http_server import bind, http_server
 from infra.lifeline import NONCE, SUPERVISOR_PID, follow_supervisor, is_orphan
 from infra.log import Logger, set_up_process
 from infra.metrics import Metrics
+from infra.pulse import until_next_s
 from infra.task_scope import task_scope
 from infra.times import Times
 from schemas import subjects
@@ -167,8 +168,12 @@ async def _beat_for_ever(ctx: RoleContext) -> None:
         ctx.health.changed.clear()
         await _send(ctx, ctx.beat())
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(ctx.times.beat_s):
+            async with asyncio.timeout(_until_beat_s(ctx.times)):
                 await ctx.health.changed.wait()
+
+
+def _until_beat_s(times: Times) -> float:
+    return until_next_s(times.beat_s, asyncio.get_running_loop().time())
 
 
 async def _watch(ctx: RoleContext) -> None:

@@ -6,6 +6,7 @@ is said on stderr, once per metric: it is a mistake in our own code.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import sys
 from typing import Any, Self, TextIO
@@ -96,10 +97,14 @@ _NOTHING = _Nothing()
 
 
 class SteadyStream:
-    """A stream whose writes never raise: what a full disk or a closed pipe refuses is lost."""
+    """A stream whose writes never raise: what a full disk or a closed pipe refuses is lost.
+
+    Within an event loop all that is written in one turn leaves together at its end.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self._flushing: asyncio.AbstractEventLoop | None = None  # it will, at the end of its turn
 
     def write(self, text: str) -> None:
         """Write, or not."""
@@ -107,6 +112,17 @@ class SteadyStream:
             self._stream.write(text)
 
     def flush(self) -> None:
-        """Flush, or not."""
+        """Flush, or not; soon within an event loop, else now."""
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            self._flush_now()
+            return
+        if self._flushing is not loop:
+            self._flushing = loop
+            loop.call_soon(self._flush_now)
+
+    def _flush_now(self) -> None:
+        self._flushing = None
         with contextlib.suppress(OSError, ValueError):
             self._stream.flush()

@@ -36,6 +36,7 @@ from infra.mesh_file import RunningMesh, mesh_file
 from infra.parse import ModelSource
 from infra.prepare_models import prepare_models
 from infra.public_port import PublicPort
+from infra.pulse import until_next_s
 from infra.task_scope import task_scope
 from infra.times import Times
 from infra.up_plan import mesh_command, plan
@@ -139,7 +140,7 @@ class Supervisor:
 
     async def _wait_change(self) -> None:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_REFRESH_S):
+            async with asyncio.timeout(until_next_s(_REFRESH_S, time.monotonic())):
                 await self._changed.wait()
         self._changed.clear()
 
@@ -214,8 +215,10 @@ class Supervisor:
     def _on_beat(self, message: Msg) -> None:
         with contextlib.suppress(SchemaError):  # of a newer mesh on the same broker
             beat = decode(message.data, Beat)
+            before = self._beats.get(beat.process)
             self._beats[beat.process] = beat
-            self._changed.set()
+            if before is None or (before.state, before.reason) != (beat.state, beat.reason):
+                self._changed.set()
 
     def _on_order(self, message: Msg) -> None:
         with contextlib.suppress(SchemaError):  # of a newer mesh on the same broker

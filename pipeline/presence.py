@@ -7,12 +7,12 @@ said to ourselves on the bus, twice per beat, and comes back tells these apart f
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections.abc import Callable
 
 from infra.bus import Bus, Msg
+from infra.pulse import next_pulse
 from schemas.errors import BusUnavailable
 
 
@@ -39,7 +39,7 @@ class Presence:
                 self.look()
                 with contextlib.suppress(BusUnavailable):  # then we are away, and know it
                     await self._bus.publish(inbox)
-                await asyncio.sleep(self._bus.times.beat_s / 2)
+                await next_pulse(self._bus.times.beat_s / 2)
         finally:
             await subscription.unsubscribe()
 

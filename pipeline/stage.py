@@ -29,7 +29,10 @@ from nats.js.api import ConsumerConfig
 from infra.bus import Bus, WorkMessage, WorkPull, load_payload, publish_work
 from infra.log import Logger
 from infra.metrics import Metrics
+from infra.pulse import next_pulse
+from infra.steady import Counter
 from infra.task_scope import task_scope
+from infra.turns import Turns
 from pipeline.claim_chain import ClaimChain
 from pipeline.dead_letters import bury, known_request
 from schemas import subjects
@@ -43,6 +46,7 @@ from schemas.tokens import Expired, StreamError
 
 CRASH_LIMIT = 3  # deliveries of a message whose handler raises what it should not
 _RETRY_S = (0.05, 0.2, 0.5, 1.0)
+_BEGUN_PER_TURN = 4  # of the loop: 1 ms of admissions
 
 T = TypeVar("T", bound=Message)
 Task = TypeVar("Task", bound=PrefillTask | DecodeTask | KvReady)
@@ -132,6 +136,8 @@ class Stage(Generic[T]):
         self._concurrency = concurrency
         self._when_full = when_full
         self._running: dict[int, WorkMessage] = {}
+        self._turns = Turns(_BEGUN_PER_TURN)
+        self._handled = _Handled(ctx.metrics, name)
         self._tasks: asyncio.TaskGroup | None = None
         self._pull = WorkPull(
             ctx.bus, consumer, on_message=self._take, free=self._free, on_fenced=on_fenced
@@ -174,7 +180,7 @@ class Stage(Generic[T]):
     async def _keep_alive(self) -> None:
         """In-progress signs, so that work which takes long is not delivered to another."""
         while True:
-            await asyncio.sleep(self._ctx.bus.times.in_progress_s)
+            await next_pulse(self._ctx.bus.times.in_progress_s)
             for message in list(self._running.values()):
                 try:
                     await message.in_progress()
@@ -185,6 +191,7 @@ class Stage(Generic[T]):
         started_s = time.perf_counter()
         outcome, facts = "cut_off", {"subject": message.subject}
         try:
+            await self._turns.enter()
             outcome = await self._finish(message, facts)
         except asyncio.CancelledError:
             with contextlib.suppress(BusUnavailable):  # then it comes again when its time is over
@@ -198,8 +205,7 @@ class Stage(Generic[T]):
         finally:
             self._running.pop(message.stream_seq, None)
             seconds = time.perf_counter() - started_s
-            self._ctx.metrics.stage_handled.labels(self.name, outcome).inc()
-            self._ctx.metrics.stage_seconds.labels(self.name).observe(seconds)
+            self._handled.count(outcome, seconds)
             self._ctx.log.info(
                 "stage_handled",
                 stage=self.name,
@@ -305,6 +311,24 @@ class Stage(Generic[T]):
         self._ctx.metrics.requests_refused.labels(error.code).inc()
         failed = StreamError(request_id=headers.request_id, epoch=headers.epoch, error=error.info)
         await self._ctx.chain.end(reader, failed)
+
+
+class _Handled:
+    """The metrics of one stage, looked up once."""
+
+    def __init__(self, metrics: Metrics, stage: str) -> None:
+        self._stage = stage
+        self._metrics = metrics
+        self._seconds = metrics.stage_seconds.labels(stage)
+        self._by_outcome: dict[str, Counter] = {}
+
+    def count(self, outcome: str, seconds: float) -> None:
+        counter = self._by_outcome.get(outcome)
+        if counter is None:
+            counter = self._metrics.stage_handled.labels(self._stage, outcome)
+            self._by_outcome[outcome] = counter
+        counter.inc()
+        self._seconds.observe(seconds)
 
 
 def parse_as(kind: type[Task]) -> Parser[Task]:

@@ -36,6 +36,7 @@ from infra.bus.reaper import next_attempt, reap, redeliver, waiting_work
 from infra.bus.replay import replay
 from infra.log import Logger
 from infra.metrics import Metrics
+from infra.pulse import until_next_s
 from infra.task_scope import task_scope
 from pipeline.attendance import ABANDONED, Attendance
 from pipeline.claim_chain import ClaimChain
@@ -210,7 +211,9 @@ class TakeOver:
             except MeshError as error:
                 self._must_read = True
                 self._log.warning("takeover_tick_failed", code=error.code, reason=error.message)
-            await _set_or_late(self._someone_died, self._bus.times.beat_s / 4)
+            # Who holds nothing leaves nothing that is in a hurry.
+            looks_per_beat = 4 if len(self.ledger) else 2
+            await _set_or_pulse(self._someone_died, self._bus.times.beat_s / looks_per_beat)
 
     async def _tick(self) -> None:
         if self._must_read:
@@ -333,7 +336,7 @@ class TakeOver:
             except MeshError as error:
                 self._log.warning("sweep_failed", reason=error.message)
             beats = 1 if self._to_reap else 4  # what failed is tried again soon
-            await _set_or_late(self._must_reap, beats * self._bus.times.beat_s)
+            await _set_or_pulse(self._must_reap, beats * self._bus.times.beat_s)
 
     async def _fence(self, beat: Beat) -> None:
         """A dead worker's consumers go, so a frozen one learns that it was given up. What a dead
@@ -382,10 +385,10 @@ async def redeliver_to_control(bus: Bus) -> None:
         await redeliver(bus, consumer)
 
 
-async def _set_or_late(event: asyncio.Event, timeout_s: float) -> None:
-    """Wait until ``event`` is set, which it is not afterwards, or for ``timeout_s``."""
+async def _set_or_pulse(event: asyncio.Event, period_s: float) -> None:
+    """Wait until ``event`` is set, which it is not afterwards, or for the next period."""
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(until_next_s(period_s, asyncio.get_running_loop().time())):
             await event.wait()
     event.clear()
 

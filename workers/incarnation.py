@@ -21,6 +21,7 @@ import msgspec
 from infra.bus import Bus, Msg, TokenWriter, any_consumer, worker_consumer
 from infra.config import WorkerConfig
 from infra.process import RoleContext
+from infra.pulse import next_pulse
 from infra.task_scope import task_scope
 from pipeline.claim_chain import ClaimChain
 from pipeline.stage import Handler, Stage, StageContext, parse_as
@@ -239,7 +240,7 @@ class Incarnation:
         engine that is stuck we are as good as absent."""
         while True:
             self._ran_s = time.monotonic()
-            await asyncio.sleep(self._bus.times.beat_s / 2)
+            await next_pulse(self._bus.times.beat_s / 2)
             if not self._may_claim() or self._host.readiness.is_engine_stuck:
                 self._fence()
             self._host.intake.prune()
@@ -286,7 +287,7 @@ class Incarnation:
         has happened is left alone: it checks its books after a second of peace."""
         num_seen, tally = -1, self._host.tiers.tally
         while True:
-            await asyncio.sleep(self._bus.times.beat_s / 2)
+            await next_pulse(self._bus.times.beat_s / 2)
             load = self._host.load
             is_empty = load.num_blocks and load.num_blocks == load.num_free_blocks
             is_idle = is_empty and not load.num_waiting and not self._claims.num_owed

@@ -17,6 +17,7 @@ from typing import cast
 from infra.bus import Bus, Msg, TokenWriter, publish_work
 from infra.log import Logger
 from infra.metrics import Metrics
+from infra.pulse import next_pulse
 from infra.task_scope import task_scope
 from infra.transport.handover import checksums
 from schemas import subjects
@@ -102,7 +103,7 @@ class Offers:
             subscription = await self._bus.subscribe(subject, self._hear_reader)
             try:
                 while True:
-                    await asyncio.sleep(self._bus.times.beat_s)
+                    await next_pulse(self._bus.times.beat_s)
                     for lease in self._leases.expired(time.monotonic()):
                         await self._settle_expired(lease)
             finally:

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from infra.health import Health
 from infra.log import Logger
+from infra.pulse import next_pulse
 from infra.task_scope import task_scope
 from infra.times import Times
 from schemas.errors import KvLost
@@ -71,7 +72,7 @@ class Readiness:
             if is_stuck and not self.is_engine_stuck:
                 log.error("engine_stuck", after_s=max_step_s)
             self.is_engine_stuck = is_stuck
-            await asyncio.sleep(times.beat_s / _LOOKS_PER_BEAT)
+            await next_pulse(times.beat_s / _LOOKS_PER_BEAT)
 
     async def _watch_door(self, health: Health, log: Logger, times: Times) -> None:
         num_missed = 0
@@ -88,4 +89,4 @@ class Readiness:
             else:
                 num_missed, self.is_door_shut = 0, False
                 health.set("kv door", True)
-            await asyncio.sleep(_KNOCK_BEATS * times.beat_s)
+            await next_pulse(_KNOCK_BEATS * times.beat_s)

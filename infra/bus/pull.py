@@ -1,8 +1,9 @@
 """Taking work: a pull loop that asks for as many messages as there is room for now.
 
-``credit`` is how many we asked for and have not seen. A pull lives for ``pull_expiry_s`` only, so
-that a frozen process keeps messages of a shared queue from others for no longer than that, and so
-that silence is noticed within three of them without heartbeats.
+``credit`` is how many we asked for and have not seen. A pull lives for ``pull_expiry_s`` at most,
+so that a frozen process keeps messages of a shared queue from others for no longer than that, and
+so that silence is noticed within three of them without heartbeats. Pulls end together, at the pulse
+(``infra/pulse.py``): a process at rest asks again for all its queues when it wakes for one.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from infra.bus.connection import Bus, Msg
 from infra.bus.message import NO_HEADERS, Delivery
 from infra.bus.names import WORK
 from infra.bus.topology import ensure_consumer
+from infra.pulse import until_next_s
 from schemas.errors import BusUnavailable
 
 _CREATE_RETRY_S = 0.05
@@ -146,12 +148,17 @@ class WorkPull:
             await subscription.unsubscribe()
 
     async def _until_something(self) -> None:
+        """A pull that stands is answered at its end; without one, our own clock says when to look
+        for room, or for the broker, again."""
         loop = asyncio.get_running_loop()
+        look_s = loop.time() + self._expiry_s
+        if self._credit > 0 and not self._is_lost:
+            look_s = max(look_s, self._heard_s + 3 * self._expiry_s)
         try:
-            async with asyncio.timeout(self._expiry_s):
+            async with asyncio.timeout_at(look_s):
                 await self._awake.wait()
         except TimeoutError:
-            if self._credit > 0 and loop.time() - self._heard_s > 3 * self._expiry_s:
+            if self._credit > 0 and loop.time() - self._heard_s >= 3 * self._expiry_s:
                 self._start_over()
 
     def _start_over(self) -> None:
@@ -194,9 +201,11 @@ class WorkPull:
         count = self._num_wanted
         if not count:
             return
+        now_s = asyncio.get_running_loop().time()
         if self._credit == 0:
-            self._heard_s = asyncio.get_running_loop().time()
-        request = f'{{"batch": {count}, "expires": {int(self._expiry_s * 1e9)}}}'
+            self._heard_s = now_s
+        expiry_s = min(until_next_s(self._expiry_s, now_s), self._expiry_s)
+        request = f'{{"batch": {count}, "expires": {int(expiry_s * 1e9)}}}'
         try:
             await self._bus.publish(
                 f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{self._config.name}",
@@ -214,7 +223,7 @@ class WorkPull:
             self._take(WorkMessage(self._bus, message))
         elif message.subject == f"{self._inbox}.{self._generation}":
             self._hear_status(message.headers or {})
-        if self._is_lost or self._is_stopping or self._num_wanted:
+        if not self._credit or self._is_lost or self._is_stopping or self._num_wanted:
             self._awake.set()
 
     def _take(self, message: WorkMessage) -> None:

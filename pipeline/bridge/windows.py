@@ -12,7 +12,6 @@ dead bridge one more window (``pipeline/attendance.py``).
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections import Counter
@@ -21,6 +20,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from infra.log import Logger
+from infra.pulse import next_pulse
 from infra.times import Times
 from pipeline.attendance import Adoptions
 from schemas.errors import BusUnavailable, MeshError
@@ -106,7 +106,7 @@ class Windows:
     async def run(self) -> None:
         """Once per beat: announce what is read here, end what waited long enough. For ever."""
         while True:
-            await asyncio.sleep(self._times.beat_s)
+            await next_pulse(self._times.beat_s)
             await self.beat()
 
     async def beat(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import io
 
@@ -81,3 +82,33 @@ def test_a_full_disk_takes_no_process_with_its_log() -> None:
     assert written.getvalue() == "line"
     written.close()
     stream.write("after the end")
+
+
+class Counted(io.StringIO):
+    """Knows how often it was flushed."""
+
+    num_flushes = 0
+
+    def flush(self) -> None:
+        self.num_flushes += 1
+
+
+def test_the_lines_of_one_turn_leave_together() -> None:
+    """One flush per turn of the loop, in which something was written; without a loop, each time."""
+    written = Counted()
+    log = set_up_process("p", stream=written)
+
+    async def turns() -> None:
+        for _ in range(2):
+            for _ in range(5):
+                log.info("stage_handled")
+            await asyncio.sleep(0)
+        log.info("stage_handled")
+
+    asyncio.run(turns())
+    assert written.num_flushes == 3
+    asyncio.run(turns())  # another loop
+    assert written.num_flushes == 6
+    log.info("process_ended")
+    assert written.num_flushes == 7
+    assert len(written.getvalue().splitlines()) == 23
