@@ -19,6 +19,7 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from pipeline.word_tokens import WordTokens
 from schemas.errors import InvalidRequest, ModelUnsupported
 from schemas.requests import ChatMessage
 
@@ -67,6 +68,7 @@ class ChatTokenizer:
         self._template = self._load_template(config)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self._longest_token = max(map(len, vocabulary), default=1)
+        self._words = WordTokens.of(self._tokenizer, _read_json(folder / "tokenizer.json"))
 
     @property
     def has_chat_template(self) -> bool:
@@ -80,6 +82,9 @@ class ChatTokenizer:
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Token ids of text; ``add_special``: with those that the tokenizer itself adds."""
+        known = None if self._words is None else self._words.encode(text)
+        if known is not None:
+            return known
         # As ``encode``, without the place of each token in the text: a quarter of its time.
         (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special)
         ids: list[int] = found.ids

@@ -1,0 +1,109 @@
+"""Tokens of text whose words are known, without the tokenizer's library.
+
+A byte-level BPE tokenizer cuts text into words by a fixed pattern and merges bytes within each word
+alone, so a word's tokens are the same wherever it stands. Most words of a prompt were seen before::
+
+    text -> added tokens | words, by the pattern -> ids of each word, from a table
+                                                    what is not there: asked of the library, kept
+
+Only printable ASCII is taken, where the pattern means the same in both languages, and only for
+tokenizers that are known to work like this; everything else is the library's. 128 words cost 30 µs
+in place of 180 to 300.
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import chain
+from typing import Any, Final
+
+from tokenizers import Tokenizer
+
+_MAX_CHARS: Final = 16_384  # 1 ms; the library, unlike this, runs beside the event loop
+_MAX_WORD_CHARS: Final = 64
+_MAX_WORDS: Final = 65_536  # known at a time: 12 MB
+_MAX_NEW: Final = 16  # words of one text; with more of them the library is as fast
+
+_PLAIN = re.compile(r"[\t\n\r -~]*")
+_CONTRACTIONS = "'s|'t|'re|'ve|'m|'ll|'d"
+_SPACE, _LETTERS, _OTHERS = r"[\t\n\r ]", "[A-Za-z]", r"[^\t\n\r A-Za-z0-9]"
+# What the library's ByteLevel does; white space leaves its last blank to the word behind it.
+_WORDS = re.compile(
+    rf"{_CONTRACTIONS}| ?{_LETTERS}+| ?[0-9]+| ?{_OTHERS}+|{_SPACE}+(?![^\t\n\r ])|{_SPACE}+"
+)
+# The same behind Digits: each digit is cut out first, and text ends before it.
+_WORDS_AND_DIGITS = re.compile(
+    rf"{_CONTRACTIONS}| ?{_LETTERS}+|[0-9]| ?{_OTHERS}+|{_SPACE}+(?![^\t\n\r 0-9])|{_SPACE}+"
+)
+_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+_WIDE_FLAGS = ("lstrip", "rstrip", "single_word")  # such a token takes, or needs, what is around it
+_DIGITS = {"type": "Digits", "individual_digits": True}
+
+
+class WordTokens:
+    """The words of one tokenizer; make one with :meth:`of`."""
+
+    def __init__(self, tokenizer: Tokenizer, words: re.Pattern[str], added: dict[str, int]) -> None:
+        longest_first = sorted(added, key=len, reverse=True)
+        self._tokenizer = tokenizer
+        self._words = words
+        self._added = added
+        self._cut = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if added else None
+        self._known: dict[str, list[int]] = {}
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, described: dict[str, Any]) -> WordTokens | None:
+        """For a tokenizer and what its ``tokenizer.json`` says; None when it works otherwise."""
+        words = _pattern(described.get("pre_tokenizer"))
+        model = described.get("model", {})
+        added = described.get("added_tokens", [])
+        if (
+            words is None
+            or described.get("normalizer") is not None
+            or model.get("type") != "BPE"
+            or model.get("dropout")
+            or any(one.get(flag) for one in added for flag in _WIDE_FLAGS)
+            or tokenizer.encode("a").ids != tokenizer.encode("a", add_special_tokens=False).ids
+        ):
+            return None
+        return cls(tokenizer, words, {one["content"]: one["id"] for one in added})
+
+    def encode(self, text: str) -> list[int] | None:
+        """The token ids of ``text``, added tokens in it by name; None: ask the library."""
+        if len(text) > _MAX_CHARS or not _PLAIN.fullmatch(text):
+            return None
+        known = self._known
+        parts = [text] if self._cut is None else self._cut.split(text)
+        words = [self._words.findall(part) for part in parts[::2]]
+        new = {word for of_part in words for word in of_part if word not in known}
+        if new and not self._learn(new, known):
+            return None
+        ids: list[int] = []
+        for number, of_part in enumerate(words):
+            if number:
+                ids.append(self._added[parts[2 * number - 1]])
+            ids.extend(chain.from_iterable(map(known.__getitem__, of_part)))
+        return ids
+
+    def _learn(self, words: set[str], known: dict[str, list[int]]) -> bool:
+        """Whether ``known`` has all of ``words`` now. Another thread may begin a new table."""
+        if len(known) > _MAX_WORDS:
+            self._known = {}
+            return False
+        short = [word for word in words if len(word) <= _MAX_WORD_CHARS]
+        asked = short[:_MAX_NEW]
+        found = self._tokenizer.encode_batch_fast(asked, add_special_tokens=False)
+        known.update(zip(asked, (one.ids for one in found), strict=True))
+        return len(asked) == len(words)
+
+
+def _pattern(pre_tokenizer: dict[str, Any] | None) -> re.Pattern[str] | None:
+    steps = [pre_tokenizer or {}]
+    if steps[0].get("type") == "Sequence":
+        steps = steps[0].get("pretokenizers", [])
+    kinds = [{key: step.get(key) for key in _BYTE_LEVEL} for step in steps[-1:]]
+    if kinds != [_BYTE_LEVEL]:
+        return None
+    if len(steps) == 1:
+        return _WORDS
+    return _WORDS_AND_DIGITS if steps[:-1] == [_DIGITS] else None
