@@ -8,6 +8,7 @@ these never share a hash. 128 bits of BLAKE2b.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 
 from schemas.codec import pack_ids
@@ -17,6 +18,7 @@ from schemas.requests import RequestRecord
 _ID_BYTES = 4
 
 
+@lru_cache(256)
 def salt_of(*parts: str) -> bytes:
     """One salt from revision, layout fingerprint, tenant, client salt, ... (order matters)."""
     digest = blake2b(digest_size=HASH_BYTES)

@@ -34,6 +34,7 @@ from infra.bus.names import TOKENS
 from infra.bus.reaper import Placement as Moved
 from infra.bus.reaper import next_attempt, reap, redeliver, waiting_work
 from infra.bus.replay import replay
+from infra.bus.wire import number_in
 from infra.log import Logger
 from infra.metrics import Metrics
 from infra.pulse import until_next_s
@@ -149,9 +150,9 @@ class TakeOver:
             self.attendance.hear_adopt(decode(message.data, Adopt), time.monotonic())
 
     def _hear_chain(self, message: Msg) -> None:
-        seq = (message.headers or {}).get("Nats-Sequence")
+        seq = number_in(message.header, b"\r\nNats-Sequence: ")
         if seq is not None:  # else not the stream's own word
-            entry = self._apply(int(seq), message.subject, message.data)
+            entry = self._apply(seq, message.subject, message.data)
             if isinstance(entry, Claim):
                 self._on_claim(entry)
 

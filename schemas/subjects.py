@@ -28,6 +28,7 @@ needs, in one order.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 from schemas.errors import SchemaError
 
@@ -43,6 +44,7 @@ _READER = re.compile(r"[A-Za-z0-9_-]{1,64}\.[A-Za-z0-9_-]{1,64}\Z")
 _ID = re.compile(r"[A-Za-z0-9_-]{8,64}\Z")
 
 
+@lru_cache(256)
 def encode_name(name: str) -> str:
     """A model name as one subject token (also a legal KV key): other bytes become ``=XX``.
 
