@@ -21,6 +21,7 @@ _IN_FLIGHT = 10164
 _FULL = 10077
 _TOO_LARGE = 10054
 _SHORT_OF_RESOURCES = (10023, 10047, 10167)
+_NO_LEADER = 10008  # of a cluster that has just lost a server: "temporarily unavailable"
 
 
 class NobodyListens(BusUnavailable):
@@ -80,7 +81,7 @@ def from_answer(error: dict[str, Any], about: str) -> MeshError:
         return QueueFull(text)
     if err_code == _TOO_LARGE:
         return PayloadTooLarge(text)
-    if err_code in _SHORT_OF_RESOURCES:
+    if err_code in _SHORT_OF_RESOURCES or err_code == _NO_LEADER:
         return BusUnavailable(text)
     return BrokerRefused(text, err_code=err_code, status=status)
 

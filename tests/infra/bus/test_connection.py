@@ -90,6 +90,14 @@ async def test_a_reader_waits_for_what_is_known_to_be_stored(bus, until):
     assert reading.result().data == b"new"
 
 
+def test_a_cluster_without_a_leader_is_away_and_refuses_nothing():
+    """Whoever waits out an outage waits this one out, too."""
+    said = {"code": 503, "err_code": 10008, "description": "JetStream system temporarily unavailable"}
+    assert isinstance(from_answer(said, "CONSUMER.CREATE"), BusUnavailable)
+    gone = from_answer({"code": 404, "err_code": 10014, "description": "consumer not found"}, "")
+    assert not isinstance(gone, BusUnavailable)
+
+
 @pytest.mark.parametrize("msg_id", [None, "once"])
 async def test_another_message_in_flight_is_tried_again(bus, monkeypatch, msg_id):
     """On a replicated stream a compare-and-set may not be decided yet: that is no defeat, and
