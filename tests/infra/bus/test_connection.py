@@ -92,7 +92,7 @@ async def test_a_reader_waits_for_what_is_known_to_be_stored(bus, until):
 
 def test_a_cluster_without_a_leader_is_away_and_refuses_nothing():
     """Whoever waits out an outage waits this one out, too."""
-    said = {"code": 503, "err_code": 10008, "description": "JetStream system temporarily unavailable"}
+    said = {"code": 503, "err_code": 10008, "description": "temporarily unavailable"}
     assert isinstance(from_answer(said, "CONSUMER.CREATE"), BusUnavailable)
     gone = from_answer({"code": 404, "err_code": 10014, "description": "consumer not found"}, "")
     assert not isinstance(gone, BusUnavailable)
