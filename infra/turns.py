@@ -21,7 +21,8 @@ class Turns:
         self._per_turn = per_turn
         self._num = 0  # let through in this turn
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._is_queued = False  # somebody waits, or has just been let go on
+        self._num_called = 0  # of those who waited: they run in the turn after the call
+        self._is_queued = False  # somebody waits, or was called and runs in this turn or the next
         self._is_turn_known = False
 
     async def enter(self) -> None:
@@ -40,12 +41,13 @@ class Turns:
 
     def _next_turn(self) -> None:
         self._num = 0
-        while self._waiting and self._num < self._per_turn:
+        before, self._num_called = self._num_called, 0
+        while self._waiting and self._num_called < self._per_turn:
             place = self._waiting.popleft()
             if not place.done():  # else whoever waited was cancelled
                 place.set_result(None)
-                self._num += 1
-        self._is_queued = self._num > 0
+                self._num_called += 1
+        self._is_queued = before + self._num_called > 0
         self._is_turn_known = self._is_queued
         if self._is_queued:
             asyncio.get_running_loop().call_soon(self._next_turn)
