@@ -55,7 +55,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class TokenBatch(Message, frozen=True, kw_only=True, tag="token-batch/1"):
-    """What one engine step brought for one reader."""
+    """What one engine step, or several that were over, brought for one reader."""
 
     worker: str
     deltas: tuple[TokenDelta, ...]
