@@ -5,8 +5,9 @@
                                     finished  ->  every token confirmed, then StreamEnd
                                     failed    ->  StreamError
 
-Reports are handled in order by one task; those that wait already go out together. What happens once per request waits for the broker in a
-task of its own, so that no request delays the tokens of another.
+Reports are handled in order by one task; those that wait already go out together. What happens once
+per request waits for the broker in a task of its own, so that no request delays the tokens of
+another.
 """
 
 from __future__ import annotations
