@@ -114,7 +114,7 @@ class Metrics:
             "mesh_token_messages_resent_total", "Token messages published again because the "
             "stream had not confirmed them", registry=registry,
         )  # fmt: skip
-        self.step_seconds = Histogram(
+        self.step_seconds = TallyHistogram(
             "mesh_step_seconds", "One engine step", registry=registry, buckets=_GAPS
         )
         self.sequences = Gauge(

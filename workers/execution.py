@@ -310,6 +310,8 @@ class Execution:
         await self._publish_tokens(report)
         self._metrics.tokens_generated.inc(len(report.outputs))
         self._metrics.tokens_computed.inc(report.num_computed_tokens)
+        for step_s in report.steps_s:
+            self._metrics.step_seconds.observe(step_s)
         for finished in report.finished:
             if (running := self._running.get(finished.key)) is not None:
                 self.spawn(self._end(running, finished), f"end {finished.key}")

@@ -101,6 +101,9 @@ async def test_what_two_workers_answer_is_what_one_engine_answers(
     for record in records:
         same(record, await place.answer(record), prompt)
     assert decode_worker.ctx.metrics.kv_transfer_bytes.labels("shm")._value.get() > 0
+    steps = decode_worker.ctx.metrics.registry.get_sample_value("mesh_step_seconds_count")
+    assert steps
+    assert steps > 0
 
 
 async def test_the_journey_is_two_claims_and_one_release(place: Workplace) -> None:

@@ -112,6 +112,7 @@ class StepReport:
     finished: list[FinishedRequest] = field(default_factory=list)
     failed: list[FailedRequest] = field(default_factory=list)
     num_computed_tokens: int = 0  # token positions run through the model in this step
+    steps_s: list[float] = field(default_factory=list)  # how long each took, silent ones too
 
     def join(self, later: StepReport) -> None:
         """Add what the next step brought."""
@@ -120,6 +121,7 @@ class StepReport:
         self.finished += later.finished
         self.failed += later.failed
         self.num_computed_tokens += later.num_computed_tokens
+        self.steps_s += later.steps_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

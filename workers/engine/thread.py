@@ -72,6 +72,7 @@ class EngineThread:
             deque()
         )
         self._num_reports = 0  # handed to the loop, not handled yet
+        self._untold_s: list[float] = []  # steps that no report has told of
         self._is_checked = False  # the books, since the last call or step
         self._is_asleep = False  # in ``wait``: it has no hand in the engine
         self._is_stopping = False
@@ -192,8 +193,10 @@ class EngineThread:
                 self._busy_since_s = time.monotonic()
                 self._run_commands()
                 if self._engine.has_work():
-                    self._busy_since_s = time.monotonic()
-                    self._hand_over(self._engine.step())
+                    self._busy_since_s = started_s = time.monotonic()
+                    report = self._engine.step()
+                    self._untold_s.append(time.monotonic() - started_s)
+                    self._hand_over(report)
                 self.last_progress_s = time.monotonic()
                 self._busy_since_s = None
         except Exception as error:
@@ -243,6 +246,7 @@ class EngineThread:
     def _hand_over(self, report: StepReport) -> None:
         if not (report.outputs or report.held or report.finished or report.failed):
             return
+        report.steps_s, self._untold_s = self._untold_s, []
         with self._condition:
             self._num_reports += 1
         self._tell_loop(self._handle_report, report)

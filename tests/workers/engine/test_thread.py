@@ -37,6 +37,7 @@ class Listener:
         self.threads.add(threading.get_ident())
         self.total.outputs += report.outputs
         self.total.finished += report.finished
+        self.total.steps_s += report.steps_s
         self._changed.set()
 
     def on_fatal(self, error: Exception) -> None:
@@ -75,6 +76,17 @@ async def test_requests_run_and_reports_arrive_on_the_loop() -> None:
         answer, _ = expected_answer(request.prompt_ids, request.sampling)
         assert tokens_of(listener.total, "a") == answer
         assert listener.threads == {threading.get_ident()}
+
+
+async def test_every_step_is_timed_also_those_that_report_nothing() -> None:
+    """A prompt in three chunks has two silent steps: the report of the third tells of all."""
+    async with running(make_engine(max_batch_tokens=8)) as (thread, listener):
+        request = request_of("a", tuple(range(10, 30)))
+        await call(thread, lambda engine: engine.add(request))
+        await listener.wait_for(lambda: listener.total.finished)
+        num_tokens = len(tokens_of(listener.total, "a"))
+        assert len(listener.total.steps_s) == 2 + num_tokens
+        assert min(listener.total.steps_s) > 0
 
 
 async def test_a_call_returns_what_the_function_returned_or_raised() -> None:
