@@ -32,7 +32,6 @@ from infra.metrics import Metrics
 from infra.pulse import next_pulse
 from infra.steady import Counter
 from infra.task_scope import task_scope
-from infra.turns import Turns
 from pipeline.claim_chain import ClaimChain
 from pipeline.dead_letters import bury, known_request
 from schemas import subjects
@@ -46,7 +45,6 @@ from schemas.tokens import Expired, StreamError
 
 CRASH_LIMIT = 3  # deliveries of a message whose handler raises what it should not
 _RETRY_S = (0.05, 0.2, 0.5, 1.0)
-_BEGUN_PER_TURN = 4  # of the loop: 1 ms of admissions
 
 T = TypeVar("T", bound=Message)
 Task = TypeVar("Task", bound=PrefillTask | DecodeTask | KvReady)
@@ -136,7 +134,6 @@ class Stage(Generic[T]):
         self._concurrency = concurrency
         self._when_full = when_full
         self._running: dict[int, WorkMessage] = {}
-        self._turns = Turns(_BEGUN_PER_TURN)
         self._handled = _Handled(ctx.metrics, name)
         self._tasks: asyncio.TaskGroup | None = None
         self._pull = WorkPull(
@@ -191,7 +188,6 @@ class Stage(Generic[T]):
         started_s = time.perf_counter()
         outcome, facts = "cut_off", {"subject": message.subject}
         try:
-            await self._turns.enter()
             outcome = await self._finish(message, facts)
         except asyncio.CancelledError:
             with contextlib.suppress(BusUnavailable):  # then it comes again when its time is over
