@@ -119,6 +119,9 @@ class HostTier(Protocol):
     def num_leading(self, hashes: Sequence[bytes]) -> int:
         """How many of the first ``hashes``, without a gap, are here. Counts as no use."""
 
+    def holds(self, block_hash: bytes) -> bool:
+        """Whether a block is here, just now."""
+
     def pin(self, hashes: Sequence[bytes]) -> Pin:
         """Keep the first ``hashes``, as far as they are here without a gap, until ``unpin``.
         Counts as a use of each."""

@@ -92,6 +92,11 @@ class HostPool:
         with self._lock:
             return self._num_leading(hashes)
 
+    def holds(self, block_hash: bytes) -> bool:
+        """Whether a block is here. One look at one table, so it needs no lock: the engine's thread
+        asks for every block that it evicts."""
+        return block_hash in self._found
+
     def pin(self, hashes: Sequence[bytes]) -> Pin:
         """Keep the first ``hashes`` that are here until ``unpin``; a use of each."""
         with self._lock:

@@ -92,7 +92,7 @@ class BlockMover:
 
     def holds(self, block_hash: bytes) -> bool:
         """Whether the host tier has a block."""
-        return self._host.num_leading((block_hash,)) == 1
+        return self._host.holds(block_hash)
 
     def is_worth_it(self, num_blocks: int, num_tokens: int) -> bool:
         """Whether to promote so many blocks rather than to compute their tokens."""

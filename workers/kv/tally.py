@@ -6,6 +6,8 @@ import threading
 from collections import Counter
 from typing import Literal
 
+from prometheus_client import Counter as Counted
+
 from infra.metrics import Metrics
 from workers.kv.api import Tier
 
@@ -32,17 +34,22 @@ class TierTally:
         self._counts: Counter[tuple[Tier, Outcome]] = Counter()
         self._total = 0
         self._metrics = metrics
+        self._shown: dict[tuple[Tier, Outcome], Counted] = {}  # to find one by labels takes longer
         self._lock = threading.Lock()
 
     def add(self, tier: Tier, outcome: Outcome, count: int = 1) -> None:
         """``count`` more blocks had this outcome."""
         if not count:
             return
+        key = (tier, outcome)
         with self._lock:
-            self._counts[tier, outcome] += count
+            self._counts[key] += count
             self._total += count
         if self._metrics is not None:
-            self._metrics.kv_tier_blocks.labels(tier, outcome).inc(count)
+            shown = self._shown.get(key)
+            if shown is None:
+                shown = self._shown[key] = self._metrics.kv_tier_blocks.labels(*key)
+            shown.inc(count)
 
     @property
     def total(self) -> int:
