@@ -21,6 +21,9 @@ __all__ = ["FAULTS", "disk_faults", "kv_faults"]
 
 FREEZE_S = 10.0
 ONE_BACK_S = 3.0
+LIMP_S = 12.0  # a lease lasts for 10
+_STOPPED_S = 0.8  # dead is who is silent for 1.5, and a beat may just have been due
+_MOVING_S = 0.1
 _START_S = 30.0
 
 # -- a signal to one process ---------------------------------------------------------------------
@@ -107,6 +110,37 @@ for _kind in _SIGNALS:
 
 FAULTS["freeze-broker"].kind = "freeze-broker"
 FAULTS["freeze-broker"].from_thaw = True
+
+
+@register
+class LimpDecode(Signalled):
+    """A decode worker that hardly gets on: stopped most of the time, never for so long that it
+    counts as dead. What it reads is read slowly, past the end of leases that nobody extends."""
+
+    name = "limp-decode"
+    role = "decode"
+    points = ("queued", "mid-transfer", "decoding")
+    signal = signal.SIGSTOP
+    _target: Target | None = None
+
+    def affects(self, scene: Scene, target: Target | None, stream: Stream) -> bool:
+        """See :class:`Fault`. Its streams go on, slowly."""
+        return False
+
+    async def inject(self, scene: Scene, target: Target | None, marked: Stream) -> None:
+        """See :class:`Fault`."""
+        self._target = target
+        await super().inject(scene, target, marked)
+
+    async def heal(self, scene: Scene) -> None:
+        """For longer than a lease lasts."""
+        assert self._target is not None, "struck before"
+        for _ in range(round(LIMP_S / (_STOPPED_S + _MOVING_S))):
+            await asyncio.sleep(_STOPPED_S * scene.time_scale)
+            scene.mesh.send(self._target, signal.SIGCONT)
+            await asyncio.sleep(_MOVING_S * scene.time_scale)
+            scene.mesh.send(self._target, signal.SIGSTOP)
+        scene.mesh.wake_all()
 
 
 # -- all workers ---------------------------------------------------------------------------------

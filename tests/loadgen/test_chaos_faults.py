@@ -25,7 +25,7 @@ PROMISED = {
     *(f"{verb}-{role}" for verb in ("kill", "freeze", "term")
       for role in ("prefill", "decode", "control", "bridge", "broker")),
     "kill-workers", "freeze-workers", "client-leaves", "slow-reader", "clock-jump",
-    "cut-ucx",
+    "cut-ucx", "limp-decode", "disk-full", "disk-slow", "disk-corrupt",
 }  # fmt: skip
 
 
