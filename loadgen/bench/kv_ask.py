@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import statistics
 import time
 from collections.abc import Sequence
 
@@ -33,6 +34,31 @@ def ttft_ms(result: RequestResult) -> float:
 def cached_tokens(result: RequestResult) -> int:
     """How much of the prompt was not computed, as its usage says."""
     return 0 if result.usage is None else result.usage.cached_tokens or 0
+
+
+async def by_turns(
+    mesh: OwnMesh, known: Sequence[tuple[int, ...]], rng: random.Random
+) -> dict[str, float]:
+    """Ask for each known beginning, with an end of its own, beside a prompt that is all new.
+
+    Returns:
+        ``ratio`` of TTFT, known ÷ new, the median of pairs; ``known_ms`` and ``new_ms``, medians.
+
+    Raises:
+        LoadFailed: a request failed, or a known beginning was computed again.
+    """
+    warm, cold = [], []
+    for beginning in known:
+        cold.append(await ask(mesh, random_tokens(rng, SHARED_TOKENS + NEW_TOKENS)))
+        warm.append(await ask(mesh, beginning + random_tokens(rng, NEW_TOKENS)))
+    if (least := min(map(cached_tokens, warm))) < SHARED_TOKENS:
+        raise LoadFailed(f"of a known prompt only {least} of {SHARED_TOKENS} tokens were found")
+    ratios = [ttft_ms(a) / ttft_ms(b) for a, b in zip(warm, cold, strict=True)]
+    return {
+        "ratio": round(statistics.median(ratios), 4),
+        "known_ms": round(statistics.median(map(ttft_ms, warm)), 2),
+        "new_ms": round(statistics.median(map(ttft_ms, cold)), 2),
+    }
 
 
 async def ask(mesh: OwnMesh, prompt: Sequence[int], output_len: int = 2) -> RequestResult:

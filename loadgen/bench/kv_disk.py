@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import statistics
 import tempfile
 from pathlib import Path
 
@@ -19,9 +18,8 @@ from loadgen.bench.kv_ask import (
     SERVED,
     SHARED_TOKENS,
     ask,
-    cached_tokens,
+    by_turns,
     random_tokens,
-    ttft_ms,
 )
 from loadgen.bench.own_mesh import own_mesh
 from loadgen.bench.stream import LoadFailed
@@ -60,21 +58,8 @@ async def _measure(plan: KvPlan, folder: Path) -> KvSection:
         await _until_saved(folder, plan.turns * ((SHARED_TOKENS + NEW_TOKENS) // _BLOCK_TOKENS))
     async with own_mesh(flags) as mesh:
         await ask(mesh, random_tokens(rng, NEW_TOKENS))  # the first request of a process is slower
-        warm, cold = [], []
-        for beginning in known:
-            cold.append(await ask(mesh, random_tokens(rng, SHARED_TOKENS + NEW_TOKENS)))
-            warm.append(await ask(mesh, beginning + random_tokens(rng, NEW_TOKENS)))
-    ratios = [ttft_ms(a) / ttft_ms(b) for a, b in zip(warm, cold, strict=True)]
-    if (least := min(map(cached_tokens, warm))) < SHARED_TOKENS:
-        raise LoadFailed(f"of a known prompt only {least} of {SHARED_TOKENS} tokens were found")
-    return KvSection(
-        figures={
-            "disk_ttft_ratio": round(statistics.median(ratios), 4),
-            "disk_ttft_ms": round(statistics.median(map(ttft_ms, warm)), 2),
-            "disk_cold_ttft_ms": round(statistics.median(map(ttft_ms, cold)), 2),
-        },
-        notes=(_NOTE,),
-    )
+        ttft = await by_turns(mesh, known, rng)
+    return KvSection(figures={"disk_ttft_ratio": ttft["ratio"], "disk_ttft": ttft}, notes=(_NOTE,))
 
 
 async def _until_saved(folder: Path, num_blocks: int) -> None:

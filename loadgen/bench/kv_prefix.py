@@ -22,13 +22,11 @@ from loadgen.bench.kv_ask import (
     SERVED,
     SHARED_TOKENS,
     ask,
-    cached_tokens,
+    by_turns,
     random_tokens,
-    ttft_ms,
 )
 from loadgen.bench.own_mesh import OwnMesh, own_mesh
 from loadgen.bench.result import Figure
-from loadgen.bench.stream import LoadFailed
 from loadgen.loop import fast_loop
 
 _SMALL_POOL = "64MiB"  # room for three such prompts of the default model
@@ -73,21 +71,10 @@ async def _known_and_new(model: str, turns: int, flags: Sequence[str]) -> dict[s
     """All known prompts once, then each again beside one that is new."""
     rng = random.Random(7)
     known = [random_tokens(rng, SHARED_TOKENS) for _ in range(turns)]
-    warm, cold = [], []
     async with own_mesh((*_flags(model), *flags)) as mesh:
         for beginning in known:
             await ask(mesh, beginning + random_tokens(rng, NEW_TOKENS))
-        for beginning in known:
-            cold.append(await ask(mesh, random_tokens(rng, SHARED_TOKENS + NEW_TOKENS)))
-            warm.append(await ask(mesh, beginning + random_tokens(rng, NEW_TOKENS)))
-    if (least := min(map(cached_tokens, warm))) < SHARED_TOKENS:
-        raise LoadFailed(f"of a known prompt only {least} of {SHARED_TOKENS} tokens were found")
-    ratios = [ttft_ms(a) / ttft_ms(b) for a, b in zip(warm, cold, strict=True)]
-    return {
-        "ratio": round(statistics.median(ratios), 4),
-        "known_ms": round(statistics.median(map(ttft_ms, warm)), 2),
-        "new_ms": round(statistics.median(map(ttft_ms, cold)), 2),
-    }
+        return await by_turns(mesh, known, rng)
 
 
 async def _overhead(plan: KvPlan) -> Figure:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import statistics
 
 from infra.bus import Bus, Msg
 from infra.drain import Drainer
@@ -20,9 +19,8 @@ from loadgen.bench.kv_ask import (
     SERVED,
     SHARED_TOKENS,
     ask,
-    cached_tokens,
+    by_turns,
     random_tokens,
-    ttft_ms,
 )
 from loadgen.bench.own_mesh import OwnMesh, own_mesh
 from loadgen.bench.stream import LoadFailed
@@ -54,27 +52,15 @@ def measure(plan: KvPlan) -> KvSection:
 async def _measure(plan: KvPlan) -> KvSection:
     rng = random.Random(13)
     known = [random_tokens(rng, SHARED_TOKENS) for _ in range(plan.turns)]
-    warm, cold = [], []
     flags = ("--model", f"{SERVED}={plan.model}", "--prefill", "1", "--decode", "1")
     async with own_mesh(flags) as mesh:
         for beginning in known:
             await ask(mesh, beginning + random_tokens(rng, NEW_TOKENS))
         await _replace_prefill_worker(mesh)
         await ask(mesh, random_tokens(rng, SHARED_TOKENS))  # the first of a process is slower
-        for beginning in known:
-            cold.append(await ask(mesh, random_tokens(rng, SHARED_TOKENS + NEW_TOKENS)))
-            warm.append(await ask(mesh, beginning + random_tokens(rng, NEW_TOKENS)))
-    if (least := min(map(cached_tokens, warm))) < SHARED_TOKENS:
-        raise LoadFailed(f"of a known prompt only {least} of {SHARED_TOKENS} tokens were found")
-    ratios = [ttft_ms(a) / ttft_ms(b) for a, b in zip(warm, cold, strict=True)]
+        ttft = await by_turns(mesh, known, rng)
     return KvSection(
-        figures={
-            "remote_prefix_ttft_ratio": round(statistics.median(ratios), 4),
-            "remote_prefix_ttft": {
-                "known_ms": round(statistics.median(map(ttft_ms, warm)), 2),
-                "new_ms": round(statistics.median(map(ttft_ms, cold)), 2),
-            },
-        },
+        figures={"remote_prefix_ttft_ratio": ttft["ratio"], "remote_prefix_ttft": ttft},
         notes=_NOTES,
     )
 
