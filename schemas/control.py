@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from schemas.codec import Message
+from schemas.profiles import StepCosts
 
 ProcessState = Literal["starting", "ready", "draining", "gone"]
 
@@ -20,6 +21,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_blocks: int = 0
     num_free_blocks: int = 0  # free or cached and evictable
     waiting_tokens: int = 0  # prompt tokens not computed yet
+    waiting_ms: float = 0.0  # how long they will take, by its own costs; 0 without
+    context_tokens: int = 0  # of the sequences that decode, together
 
 
 class Beat(Message, frozen=True, kw_only=True, tag="beat/1"):
@@ -42,6 +45,24 @@ class Beat(Message, frozen=True, kw_only=True, tag="beat/1"):
     max_sequence_tokens: int = 0  # workers: what prompt and answer together may be; 0: not said
     block_size: int = 0  # workers: tokens per KV block; 0: not said
     kv_seq: int = 0  # workers: number of the last KvEvents; 0: none was said
+    costs: StepCosts | None = None  # workers: of its steps, as measured; None: not known
+    profile: str = ""  # workers: the WorkerProfile that it began with
+    kv_token_bytes: int = 0  # workers: bytes of keys and values of one token; 0: not said
+    rack: str = ""  # workers: where it stands; "": not said
+    zone: str = ""
+
+
+class Placed(Message, frozen=True, kw_only=True, tag="placed/1"):
+    """A router has given a request to a worker by name. Said to the other routers, so that they
+    do not choose the same one before it says itself how busy it is."""
+
+    process: str  # who placed it
+    request_id: str
+    served: str
+    worker: str
+    role: Literal["prefill", "decode"]
+    prefill_ms: float = 0.0  # predicted; 0 for a decode, or without costs
+    num_tokens: int = 0  # of KV that it will take there, at first
 
 
 class CancelWord(Message, frozen=True, kw_only=True, tag="cancel-word/1"):

@@ -65,6 +65,16 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     name: str | None = None
 
 
+class Slo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The times that a request should be served in, in milliseconds; 0: none is named.
+
+    A request that can't be served so is not begun: what becomes of it says its model's policy.
+    """
+
+    ttft_ms: float = 0.0  # from admission to the first token
+    tbt_ms: float = 0.0  # between tokens
+
+
 class InferenceRequest(Message, frozen=True, kw_only=True, tag="inference-request/1"):
     """A request as its publisher makes it. Exactly one of ``messages`` and ``prompt`` is set."""
 
@@ -81,6 +91,7 @@ class InferenceRequest(Message, frozen=True, kw_only=True, tag="inference-reques
     cache_salt: str = ""
     echo: bool = False  # completions: the prompt's text is given back in front
     reader_note: bytes = b""  # the publisher's own, at most 4 KiB; the record gives it back
+    slo: Slo = Slo()
 
 
 class RequestRecord(Message, frozen=True, kw_only=True, tag="request-record/1"):
@@ -101,6 +112,7 @@ class RequestRecord(Message, frozen=True, kw_only=True, tag="request-record/1"):
     cache_salt: str = ""
     cost: float = 0.0
     reader_note: bytes = b""  # as in the request; no stage looks into it
+    slo: Slo = Slo()  # its own, else its class's; 0 where neither names one
 
 
 FinishReason = Literal["stop", "length"]

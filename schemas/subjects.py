@@ -14,6 +14,7 @@
     mesh.v1.kv-events.<model@rev>.<worker>           KvEvents
     mesh.v1.kv-snapshot.<worker>                     KvSnapshotAsk (a question)
     mesh.v1.beat.<process>                           Beat
+    mesh.v1.placed.<process>                         Placed
     mesh.v1.adopt.<process>                          Adopt
     mesh.v1.control.<process>                        Drain
     mesh.v1.tokenize.<model>                         Tokenize, Detokenize (questions)
@@ -244,6 +245,11 @@ def adopt(process: str) -> str:
     return f"{ROOT}.adopt.{_worker(process)}"
 
 
+def placed(process: str) -> str:
+    """What one router gives to workers by name, for the other routers."""
+    return f"{ROOT}.placed.{_worker(process)}"
+
+
 def control(process: str) -> str:
     """Orders to one process."""
     return f"{ROOT}.control.{_worker(process)}"
@@ -259,5 +265,6 @@ ALL_CHAINS = f"{ROOT}.token-stream.*.*.claim.*"
 ALL_BEATS = f"{ROOT}.beat.*"
 ALL_KV_EVENTS = f"{ROOT}.kv-events.*.*"
 ALL_TOKENIZE = f"{ROOT}.tokenize.*"
+ALL_PLACED = f"{ROOT}.placed.*"
 ALL_ADOPTIONS = f"{ROOT}.adopt.*"
 ALL_ORDERS = f"{ROOT}.control.*"

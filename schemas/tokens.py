@@ -72,6 +72,8 @@ class Accepted(Message, frozen=True, kw_only=True, tag="accepted/1"):
     admitted_unix_ms: int
     deadline_unix_ms: int
     echo_text: str | None = None
+    asked_model: str = ""  # what the client asked for, where another model answers instead
+    asked_max_tokens: int = 0  # what it asked for, where ``max_tokens`` was cut for lack of room
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -91,6 +93,8 @@ class Claim(Message, frozen=True, kw_only=True, tag="claim/1"):
     role: str  # "prefill" or "decode"
     served: str
     deadline_unix_ms: int
+    num_tokens: int = 0  # prompt and tokens so far; 0: not said
+    max_tokens: int = 0  # that may follow, over all choices
 
 
 class StreamEnd(Message, frozen=True, kw_only=True, tag="stream-end/1"):

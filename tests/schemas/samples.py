@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from schemas.codec import Message, pack_ids
-from schemas.control import Adopt, Beat, CancelWord, DeadLetter, Drain, Load
+from schemas.control import Adopt, Beat, CancelWord, DeadLetter, Drain, Load, Placed
 from schemas.decode import DecodeTask
 from schemas.errors import ErrorInfo
 from schemas.kv import (
@@ -25,12 +25,14 @@ from schemas.kv_events import (
 )
 from schemas.models import ModelCard
 from schemas.prefill import PrefillTask
+from schemas.profiles import StepCosts, WorkerProfile
 from schemas.requests import (
     ChatMessage,
     InferenceRequest,
     RequestRecord,
     ResponseFormat,
     SamplingParams,
+    Slo,
 )
 from schemas.tokenize import Detokenize, Detokenized, QuestionRefused, Tokenize, Tokenized
 from schemas.tokens import (
@@ -50,6 +52,15 @@ from schemas.tokens import (
 REQUEST_ID = "0123456789abcdef0123456789abcdef"
 READER = "bridge.bridge-a-1f2e"
 SERVED = "org=2Ftiny@r1"
+
+COSTS = StepCosts(
+    prefill_base_ms=18.1,
+    prefill_token_ms=0.1019,
+    prefill_square_ms=7.12e-6,
+    decode_base_ms=19.93,
+    decode_context_ms=6.27e-4,
+    decode_sequence_ms=0.0385,
+)
 
 SAMPLING = SamplingParams(
     max_tokens=64,
@@ -86,6 +97,7 @@ RECORD = RequestRecord(
     cache_salt="salt",
     cost=288.0,
     reader_note=b"\x00their own\xff",
+    slo=Slo(ttft_ms=500.0, tbt_ms=50.0),
 )
 HANDLE = KvHandle(
     lease_id="lease-1",
@@ -132,6 +144,7 @@ SAMPLES: tuple[Message, ...] = (
         cache_salt="salt",
         echo=True,
         reader_note=b"\x00their own\xff",
+        slo=Slo(ttft_ms=500.0, tbt_ms=50.0),
     ),
     RECORD,
     PrefillTask(
@@ -185,6 +198,8 @@ SAMPLES: tuple[Message, ...] = (
         admitted_unix_ms=1_790_000_000_000,
         deadline_unix_ms=1_790_000_600_000,
         echo_text="The",
+        asked_model="org/large",
+        asked_max_tokens=512,
     ),
     Claim(
         request_id=REQUEST_ID,
@@ -193,6 +208,8 @@ SAMPLES: tuple[Message, ...] = (
         role="decode",
         served=SERVED,
         deadline_unix_ms=1_790_000_600_000,
+        num_tokens=37,
+        max_tokens=64,
     ),
     StreamEnd(
         request_id=REQUEST_ID,
@@ -230,11 +247,40 @@ SAMPLES: tuple[Message, ...] = (
             num_blocks=128,
             num_free_blocks=96,
             waiting_tokens=512,
+            waiting_ms=81.5,
+            context_tokens=1024,
         ),
         reason="draining",
         max_sequence_tokens=8192,
         block_size=16,
         kv_seq=1234,
+        costs=COSTS,
+        profile="tiny-cpu",
+        kv_token_bytes=23_040,
+        rack="r12",
+        zone="eu-1a",
+    ),
+    Placed(
+        process="control-0a1b2c3d",
+        request_id=REQUEST_ID,
+        served=SERVED,
+        worker="prefill-0-99aabbccdd",
+        role="prefill",
+        prefill_ms=18.5,
+        num_tokens=512,
+    ),
+    WorkerProfile(
+        name="tiny-cpu",
+        costs=COSTS,
+        hardware="2 cores, AVX2",
+        engine="native bf16",
+        served=SERVED,
+        kv_tokens=46_000,
+        kv_token_bytes=23_040,
+        prefill_error=0.03,
+        decode_error=0.05,
+        source="mesh profile",
+        measured_unix_s=1_790_000_000,
     ),
     KvEvents(
         worker="decode-0-99aabbccdd",
