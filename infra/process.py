@@ -162,11 +162,12 @@ class _Signals:
         self._task.cancel()
 
 
-async def _beat_for_ever(ctx: RoleContext) -> None:
+async def beat_for_ever(ctx: RoleContext) -> None:
+    """Say every ``times.beat_s`` how ``ctx`` is, and at once when that changes."""
     while True:
         ctx.health.set("bus", ctx.bus.is_connected, "broker not reachable")
         ctx.health.changed.clear()
-        await _send(ctx, ctx.beat())
+        await say_beat(ctx, ctx.beat())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_until_beat_s(ctx.times)):
                 await ctx.health.changed.wait()
@@ -185,7 +186,8 @@ async def _watch(ctx: RoleContext) -> None:
     raise BusUnavailable(f"the connection to {ctx.bus.where} was closed for good")
 
 
-async def _send(ctx: RoleContext, beat: Beat) -> None:
+async def say_beat(ctx: RoleContext, beat: Beat) -> None:
+    """Say it once, if the bus is there."""
     with contextlib.suppress(BusUnavailable):  # the next beat tries again
         await ctx.bus.publish(subjects.beat(ctx.process), encode(beat))
 
@@ -240,11 +242,11 @@ async def _serve(process: str, kind: Kind, config: RoleConfig, body: Body, log: 
                 task_scope() as tasks,
                 http_server(health_app(process, ctx.health, ctx.metrics), bound),
             ):
-                tasks.create_task(_beat_for_ever(ctx), name="beats")
+                tasks.create_task(beat_for_ever(ctx), name="beats")
                 tasks.create_task(_watch(ctx), name="bus watch")
                 await _run_body(ctx, body, config)
         finally:  # when no other beat can follow
-            await _send(ctx, ctx.beat("gone"))
+            await say_beat(ctx, ctx.beat("gone"))
     finally:
         bound.close()
         await bus.close()
