@@ -6,9 +6,10 @@ from pathlib import Path
 
 from infra.config import WorkerConfig
 from infra.model_folder import open_model_folder
+from pipeline.cost_model import scaled
 from schemas.subjects import served
 from workers.engine.engine import Engine, EngineConfig
-from workers.engine.simulated import CostModel, build_simulated
+from workers.engine.simulated import DEFAULT_COSTS, build_simulated
 
 _NUM_SIMULATED_HOST_BLOCKS = 16384  # four times its pool: its blocks are not of a real one's size
 
@@ -30,7 +31,7 @@ def build_engine(config: WorkerConfig) -> tuple[Engine, str]:
             block_size=config.block_size,
             context_length=facts.context_length,
             eos_token_ids=facts.eos_token_ids,
-            cost=CostModel.at_speed(config.speed),
+            costs=scaled(DEFAULT_COSTS, 1 / config.speed),
             config=limits,
         )
     else:

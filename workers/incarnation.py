@@ -116,6 +116,8 @@ class Incarnation:
             max_sequence_tokens=info.max_sequence_tokens,
             block_size=info.block_size,
             kv_seq=self._events.seq,
+            costs=self._host.engine.meter.costs,
+            kv_token_bytes=info.kv_token_bytes,
         )
 
     async def run(self) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from infra.bus import WORK, worker_consumer
 from infra.bus.topology import delete_consumer
+from pipeline.cost_model import FREE
 from schemas import subjects
 from schemas.codec import encode
 from schemas.control import Beat, CancelWord
@@ -328,6 +329,9 @@ async def test_a_beat_says_who_it_is_and_what_it_can_take(place: Workplace) -> N
     assert (beat.served, beat.engine) == (SERVED, "simulated")
     assert beat.fingerprint == worker.engine.info.fingerprint
     assert beat.load.num_free_slots == 8
+    assert (beat.costs, beat.kv_token_bytes) == (None, 8)
+    worker.engine.meter.costs = FREE
+    assert make_beat(worker).costs == FREE
 
 
 async def test_an_idle_worker_checks_its_books(place: Workplace) -> None:

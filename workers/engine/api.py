@@ -137,11 +137,17 @@ class EngineInfo:
     block_bytes: int
     fingerprint: str  # readers of our blocks must have the same
     dtype: str = ""  # of the weights; "" where there are none
+    simulated_token_bytes: int = 0  # of KV, as others are to be told; 0: those that it has
 
     @property
     def label(self) -> str:
         """What it is called before people, such as "native q4"."""
         return f"{self.kind} {self.dtype}".rstrip()
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """What the KV of one token takes: of the model that it stands for, if it is simulated."""
+        return self.simulated_token_bytes or self.block_bytes // self.block_size
 
     @property
     def max_sequence_tokens(self) -> int:

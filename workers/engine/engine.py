@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import structlog
 
 from infra.transport.shm import SharedPool
+from pipeline.cost_model import chunk_squares, prefill_step_ms
 from schemas.control import Load
 from schemas.errors import EngineFailed, NoCapacity
 from schemas.requests import SamplingParams
@@ -31,11 +32,12 @@ from workers.engine.books import block_states, check_books
 from workers.engine.grammar import Grammars
 from workers.engine.output import Vocabulary
 from workers.engine.scheduler import Chunk, EngineConfig, Scheduler
-from workers.engine.sequence import num_blocks_for
+from workers.engine.sequence import Sequence, num_blocks_for
 from workers.kv.api import BlockEvents
 from workers.kv.mover import BlockMover
 from workers.kv.pace import Pace
 from workers.kv.tally import TierTally
+from workers.step_meter import StepMeter
 
 __all__ = ["Engine", "EngineConfig"]
 
@@ -50,6 +52,7 @@ class Engine:
             own, it writes there. Slots beyond those of the runner are the host tier's.
         blocks: the books of the runner's slots.
         pace: how fast it is.
+        meter: what its steps cost.
         grammars: what answers with a ``response_format`` keep to.
         runner: what computes; between steps it may be used beside the engine, for measuring.
     """
@@ -60,11 +63,13 @@ class Engine:
         pool: SharedPool,
         vocabulary: Vocabulary,
         config: EngineConfig | None = None,
+        meter: StepMeter | None = None,
     ) -> None:
         self.info = runner.info
         self.pool = pool
         self.config = config or EngineConfig()
         self.pace = Pace()
+        self.meter = meter or StepMeter()
         self.blocks = BlockPool(pool, self.info.block_size, self.info.num_blocks)
         self.scheduler = Scheduler(self.blocks, self.config)
         self.runner = runner
@@ -305,6 +310,7 @@ class Engine:
         unready = sum(len(active.group.pending) for active in self._requests.values())
         num_running = len(scheduler.running)
         num_waiting = len(scheduler.waiting) + unready
+        decoding = [s for s in scheduler.running if s.is_decoding]
         to_compute = [*scheduler.waiting, *(s for s in scheduler.running if not s.is_decoding)]
         return Load(
             num_running=num_running,
@@ -313,7 +319,23 @@ class Engine:
             num_blocks=self.blocks.num_blocks,
             num_free_blocks=self.blocks.num_available,
             waiting_tokens=sum(sequence.num_uncomputed_tokens for sequence in to_compute),
+            waiting_ms=self._waiting_ms(to_compute),
+            context_tokens=sum(len(sequence.token_ids) for sequence in decoding),
         )
+
+    def _waiting_ms(self, to_compute: list[Sequence]) -> float:
+        """How long it takes to compute these, in steps as full as may be; what the pool has of them
+        takes nothing."""
+        costs = self.meter.costs
+        if costs is None:
+            return 0.0
+        num_tokens = num_squares = 0
+        for sequence in to_compute:
+            start, end = self.scheduler.reuse.num_found(sequence), len(sequence.token_ids)
+            num_tokens += end - start
+            num_squares += chunk_squares(start, end)
+        num_steps = -(-num_tokens // self.config.max_batch_tokens)
+        return prefill_step_ms(costs, num_tokens, num_squares, num_steps=num_steps)
 
     def block_states(self) -> BlockStates:
         """What its blocks are there for."""

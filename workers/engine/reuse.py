@@ -57,6 +57,14 @@ class Reuse:
         sequence.num_computed_tokens = num_tokens
         return source
 
+    def num_found(self, sequence: Sequence) -> int:
+        """Of its tokens, how many need not be computed: their KV is its own, or in the pool."""
+        size = self._pool.block_size
+        if sequence.block_table:
+            return sequence.num_computed_tokens
+        hashes = sequence.prefix_hashes(self._num_sharable(sequence), size)
+        return len(self._pool.match(hashes)) * size
+
     def count(self, sequence: Sequence) -> None:
         """Its request runs for the first time: count what was found for it."""
         size, group = self._pool.block_size, sequence.group

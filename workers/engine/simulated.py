@@ -21,20 +21,23 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from infra.transport.shm import SharedPool
+from pipeline.cost_model import chunk_squares, decode_step_ms, prefill_step_ms
 from pipeline.prefix_hash import salt_of
 from schemas.codec import pack_ids
 from schemas.errors import ModelUnsupported
+from schemas.profiles import StepCosts
 from workers.engine.api import EngineInfo, InSharedPool, Sampled, ScheduledSequence
 from workers.engine.engine import Engine
 from workers.engine.output import REPLACEMENT, Vocabulary
 from workers.engine.scheduler import EngineConfig
+from workers.step_meter import StepMeter
 
 ENTRY_BYTES = 8  # the KV of one token
 START = 0x9E3779B97F4A7C15  # stands before the first token: 2**64 divided by the golden ratio
@@ -49,57 +52,31 @@ _WORTH_ARRAYS = 16  # sequences: from here on arrays are faster than one at a ti
 _Words = npt.NDArray[np.uint64]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CostModel:
-    """How long a step takes, in milliseconds, without a clock of its own.
+# Chosen, not measured here: the fit that DistServe published for OPT-13B on one A100
+# (github.com/LLMServe/DistServe, simdistserve/estimators). ``mesh profile`` gives others.
+DEFAULT_COSTS: Final = StepCosts(
+    prefill_base_ms=18.10,
+    prefill_token_ms=0.1019,
+    prefill_square_ms=7.12e-6,
+    decode_base_ms=19.93,
+    decode_context_ms=6.27e-4,
+    decode_sequence_ms=0.0385,
+)
 
-    A step that prefills costs ``A + B * sum(p) + C * sum(p**2)``, p being prompt lengths; a chunk
-    costs its part of that. A step that decodes costs ``A + B * sum(context) + C * batch``. A step
-    that does both costs both.
 
-    The defaults are chosen, not measured here: the fit that DistServe published for OPT-13B on one
-    A100 (github.com/LLMServe/DistServe, simdistserve/estimators). ``mesh profile`` gives others.
-    """
-
-    prefill_base_ms: float = 18.10
-    prefill_token_ms: float = 0.1019
-    prefill_square_ms: float = 7.12e-6
-    decode_base_ms: float = 19.93
-    decode_context_ms: float = 6.27e-4
-    decode_sequence_ms: float = 0.0385
-
-    @classmethod
-    def instant(cls) -> CostModel:
-        """Nothing takes time."""
-        return cls(
-            prefill_base_ms=0,
-            prefill_token_ms=0,
-            prefill_square_ms=0,
-            decode_base_ms=0,
-            decode_context_ms=0,
-            decode_sequence_ms=0,
-        )
-
-    @classmethod
-    def at_speed(cls, factor: float) -> CostModel:
-        """The defaults, ``factor`` times as fast."""
-        return cls(**{name: ms / factor for name, ms in asdict(cls()).items()})
-
-    def step_ms(self, batch: Seq[ScheduledSequence]) -> float:
-        """Milliseconds for one step over ``batch``."""
-        decodes = [s for s in batch if s.start > 0 and s.count == 1]
-        total = 0.0
-        if len(decodes) < len(batch):
-            total += self.prefill_base_ms
-            for s in batch:
-                if s.start == 0 or s.count > 1:
-                    end = s.start + s.count
-                    total += self.prefill_token_ms * s.count
-                    total += self.prefill_square_ms * (end * end - s.start * s.start)
-        if decodes:
-            total += self.decode_base_ms + self.decode_sequence_ms * len(decodes)
-            total += self.decode_context_ms * sum(s.start + 1 for s in decodes)
-        return total
+def batch_ms(costs: StepCosts, batch: Seq[ScheduledSequence]) -> float:
+    """Milliseconds of one step over ``batch``; one that prefills and decodes takes both times."""
+    num_tokens = num_squares = num_decoding = context = 0
+    for scheduled in batch:
+        end = scheduled.start + scheduled.count
+        if scheduled.start > 0 and scheduled.count == 1:
+            num_decoding += 1
+            context += end
+        else:
+            num_tokens += scheduled.count
+            num_squares += chunk_squares(scheduled.start, end)
+    decode_ms = decode_step_ms(costs, num_decoding, context)
+    return decode_ms + prefill_step_ms(costs, num_tokens, num_squares)
 
 
 def mix(state: int, value: int) -> int:
@@ -140,16 +117,17 @@ class SimulatedRunner(InSharedPool):
         pool: its block_bytes are ``info.block_size * ENTRY_BYTES``; of its slots it uses the first
             ``info.num_blocks``.
         token_ids: what answers are made of, apart from the end.
+        costs: how long its steps take.
     """
 
     def __init__(
-        self, pool: SharedPool, info: EngineInfo, token_ids: Seq[int], cost: CostModel
+        self, pool: SharedPool, info: EngineInfo, token_ids: Seq[int], costs: StepCosts
     ) -> None:
         self.info = info
         self._pool = pool
         self._token_ids = tuple(token_ids)
         self._eos = min(info.eos_token_ids) if info.eos_token_ids else None
-        self._cost = cost
+        self._costs = costs
         self._block_size = info.block_size
         self._slots = pool.slots[: info.num_blocks]
         self._entries = self._slots.reshape(-1).data.cast("Q")
@@ -158,7 +136,7 @@ class SimulatedRunner(InSharedPool):
 
     def execute(self, batch: Seq[ScheduledSequence]) -> list[Sampled]:
         """Compute the batch; one result per sequence that samples, in batch order."""
-        end_s = time.monotonic() + self._cost.step_ms(batch) / 1e3
+        end_s = time.monotonic() + batch_ms(self._costs, batch) / 1e3
         sampled = [one for one in self._compute(batch) if one is not None]
         if (left_s := end_s - time.monotonic()) > 0:
             time.sleep(left_s)
@@ -302,7 +280,7 @@ def build_simulated(
     block_size: int = 16,
     context_length: int = 8192,
     eos_token_ids: frozenset[int] | None = None,
-    cost: CostModel | None = None,
+    costs: StepCosts = DEFAULT_COSTS,
     config: EngineConfig | None = None,
 ) -> Engine:
     """A simulated engine that answers in the tokens of ``tokenizer_folder``.
@@ -311,7 +289,7 @@ def build_simulated(
         tokenizer_folder: a model folder; only its tokenizer is read.
         num_host_blocks: further slots in the same memory, for a host tier.
         eos_token_ids: None: the tokenizer's own ``eos_token``, if it names one.
-        cost: None: the defaults of :class:`CostModel`.
+        costs: how long its steps take; the engine says so of itself.
 
     Raises:
         ModelUnsupported: the folder has no usable tokenizer.
@@ -335,8 +313,8 @@ def build_simulated(
         fingerprint=salt_of("simulated-kv/1", layout, identity).hex(),
     )
     pool = SharedPool(num_blocks + num_host_blocks, info.block_bytes)
-    runner = SimulatedRunner(pool, info, token_ids, cost or CostModel())
-    return Engine(runner, pool, vocabulary, config)
+    runner = SimulatedRunner(pool, info, token_ids, costs)
+    return Engine(runner, pool, vocabulary, config, StepMeter.of_known(costs))
 
 
 def _eos_token_ids(folder: Path, vocabulary: Vocabulary) -> frozenset[int]:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import cache
 
 from infra.transport.shm import SharedPool
+from pipeline.cost_model import FREE
 from schemas.requests import SamplingParams
 from schemas.tokens import TokenLogprob
 from tests.tiny_tokenizer import EOS_TOKEN_ID, tiny_tokenizer
@@ -22,7 +23,7 @@ from workers.engine.api import (
 from workers.engine.engine import Engine, EngineConfig
 from workers.engine.output import Vocabulary
 from workers.engine.prompt_scores import PromptScores
-from workers.engine.simulated import ENTRY_BYTES, CostModel, SimulatedRunner, readable_token_ids
+from workers.engine.simulated import ENTRY_BYTES, SimulatedRunner, readable_token_ids
 
 BLOCK_SIZE = 4
 CONTEXT_LENGTH = 96
@@ -70,7 +71,7 @@ class StrictRunner(SimulatedRunner):
 
 
 def make_runner(pool: SharedPool) -> SimulatedRunner:
-    return SimulatedRunner(pool, info_of(pool.num_blocks), answer_ids(), CostModel.instant())
+    return SimulatedRunner(pool, info_of(pool.num_blocks), answer_ids(), FREE)
 
 
 def make_engine(
@@ -83,7 +84,7 @@ def make_engine(
 ) -> Engine:
     """``num_host_blocks``: what its memory has for a host tier, which it does not use by itself."""
     pool = SharedPool(num_blocks + num_host_blocks, BLOCK_SIZE * ENTRY_BYTES)
-    runner: Runner = runner_class(pool, info_of(num_blocks), answer_ids(), CostModel.instant())
+    runner: Runner = runner_class(pool, info_of(num_blocks), answer_ids(), FREE)
     config = EngineConfig(max_batch_tokens=max_batch_tokens, max_num_sequences=max_num_sequences)
     return Engine(runner, pool, vocabulary(), config)
 

@@ -4,7 +4,9 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
+from pipeline.cost_model import FREE, prefill_ms
 from schemas.errors import ContextTooLong, InvalidRequest, ModelUnsupported, NoCapacity
 from schemas.requests import SamplingParams
 from tests.tiny_tokenizer import EOS_TOKEN_ID, write_tiny_tokenizer
@@ -24,7 +26,7 @@ from tests.workers.engine.simulated_engines import (
 )
 from workers.engine.api import FinishedRequest, Sampled, ScheduledSequence
 from workers.engine.engine import Engine
-from workers.engine.simulated import CostModel, build_simulated
+from workers.engine.simulated import batch_ms, build_simulated
 
 PROMPT = (10, 11, 12, 13, 14)
 
@@ -220,6 +222,26 @@ def test_load_tells_how_busy_it_is() -> None:
         assert load.num_free_blocks == load.num_blocks - 4
         run(engine)
         assert engine.load().num_free_slots == 2
+
+
+def test_load_tells_how_long_what_waits_will_take() -> None:
+    """By its own costs: every prompt that waits or is half computed, as far as it must be computed,
+    and the base once per step; contexts are those of what decodes."""
+    engine = make_engine(max_batch_tokens=8, max_num_sequences=2)
+    assert engine.load().waiting_ms == 0, "without costs nothing is said"
+    costs = replace(FREE, prefill_base_ms=3, prefill_token_ms=2, prefill_square_ms=0.5)
+    engine.meter.costs = costs
+    with engines(engine):
+        engine.add(request_of("a", tuple(range(3, 15)), max_tokens=3))
+        assert engine.load().waiting_ms == prefill_ms(costs, 12, num_steps=2)
+        engine.step()
+        assert engine.load().waiting_ms == prefill_ms(costs, 4, 8)
+        engine.step()
+        load = engine.load()
+        assert (load.waiting_ms, load.context_tokens) == (0, 13)
+        engine.add(request_of("b", tuple(range(3, 17)), max_tokens=1))
+        assert engine.load().waiting_ms == prefill_ms(costs, 2, 12), "three blocks are in the pool"
+        run(engine)
 
 
 # ---- refusals and failures ---------------------------------------------------------------
@@ -687,7 +709,7 @@ def test_a_simulated_engine_is_built_from_a_tokenizer_folder(tmp_path: Path) -> 
     """Any folder with a tokenizer will do; eos comes from its configuration, and two engines of
     one folder and block size can read each other's blocks."""
     write_tiny_tokenizer(tmp_path)
-    built = [build_simulated(tmp_path, cost=CostModel.instant()) for _ in range(2)]
+    built = [build_simulated(tmp_path, costs=FREE) for _ in range(2)]
     assert built[0].info == built[1].info
     assert built[0].info.eos_token_ids == {EOS_TOKEN_ID}
     other = build_simulated(tmp_path, block_size=32)
@@ -718,17 +740,17 @@ def scheduled(start: int, count: int) -> ScheduledSequence:
 
 def test_a_prompt_in_chunks_costs_its_tokens_and_squares_once() -> None:
     """The cost model counts each token and each pair of positions once, however it is cut."""
-    cost = CostModel(prefill_base_ms=0, prefill_token_ms=1, prefill_square_ms=0.5)
-    whole = cost.step_ms([scheduled(0, 8)])
+    costs = replace(FREE, prefill_token_ms=1, prefill_square_ms=0.5)
+    whole = batch_ms(costs, [scheduled(0, 8)])
     assert whole == 8 + 0.5 * 64
-    assert cost.step_ms([scheduled(0, 3)]) + cost.step_ms([scheduled(3, 5)]) == whole
+    assert batch_ms(costs, [scheduled(0, 3)]) + batch_ms(costs, [scheduled(3, 5)]) == whole
 
 
 def test_a_decode_step_costs_by_context_and_batch() -> None:
     """``A + B * sum(context) + C * batch``, and nothing when the model is instant."""
-    cost = CostModel(decode_base_ms=10, decode_context_ms=1, decode_sequence_ms=2)
-    assert cost.step_ms([scheduled(4, 1), scheduled(6, 1)]) == 10 + (5 + 7) + 2 * 2
-    assert CostModel.instant().step_ms([scheduled(0, 8), scheduled(4, 1)]) == 0
+    costs = replace(FREE, decode_base_ms=10, decode_context_ms=1, decode_sequence_ms=2)
+    assert batch_ms(costs, [scheduled(4, 1), scheduled(6, 1)]) == 10 + (5 + 7) + 2 * 2
+    assert batch_ms(FREE, [scheduled(0, 8), scheduled(4, 1)]) == 0
 
 
 def test_many_at_once_get_what_each_would_get_alone() -> None:
