@@ -226,14 +226,14 @@ def _run(settings: LoadSettings, recorder: Recorder, watched: Watched) -> int:
 def make_trace(
     out: Annotated[Path, typer.Option(help="file to write, one request per line")],
     kind: Annotated[
-        Literal["no-reuse", "shared-prefix", "chat", "heavy-tail", "tenants"],
+        Literal["no-reuse", "shared-prefix", "chat", "assistants", "heavy-tail", "tenants"],
         typer.Option(help="what the requests have in common"),
     ] = "shared-prefix",
     requests: Annotated[int, typer.Option(help="how many")] = 1000,
     rate: Annotated[float, typer.Option(help="requests per second")] = 10.0,
     burstiness: Annotated[float, typer.Option(help="of arrivals; 1 is Poisson")] = 1.0,
     input_len: Annotated[
-        int, typer.Option(help="mean tokens of a prompt (chat: of a turn)")
+        int, typer.Option(help="mean tokens of a prompt (chat, assistants: of a turn)")
     ] = 2048,
     output_len: Annotated[int, typer.Option(help="mean tokens of an answer")] = 128,
     seed: Annotated[int, typer.Option(help="the same seed makes the same trace")] = 0,

@@ -39,11 +39,15 @@ class TraceEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def read_trace(path: Path) -> tuple[TraceEntry, ...]:
-    """The entries of a file, in the order of their time.
+    """The entries of a file, in the order of their time; of a recipe (``.toml``) those it makes.
 
     Raises:
         ConfigError: it can't be read, is empty or too long; or the line and field that is wrong.
     """
+    if path.suffix == ".toml":
+        from loadgen.recipes import make_trace, read_recipe  # which make entries: a circle
+
+        return make_trace(read_recipe(path))
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:

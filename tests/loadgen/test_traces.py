@@ -1,6 +1,7 @@
 import json
 from itertools import pairwise
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from loadgen.synthetic import Kind, SyntheticSettings, synthesize
 from loadgen.traces import HASH_TOKENS, TraceEntry, TraceWorkload, read_trace, write_trace
 from schemas.errors import ConfigError
 
-KINDS: tuple[Kind, ...] = ("no-reuse", "shared-prefix", "chat", "heavy-tail", "tenants")
+KINDS: tuple[Kind, ...] = get_args(Kind)
 LINE = {"timestamp": 27482, "input_length": 1100, "output_length": 52, "hash_ids": [46, 47, 48]}
 
 
