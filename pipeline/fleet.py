@@ -30,6 +30,7 @@ class Fleet:
     def __init__(self, dead_s: float, now_s: float) -> None:
         self._dead_s = dead_s
         self._members: dict[str, Member] = {}  # by process
+        self._process_of: dict[str, str] = {}  # by worker
         self._dead_workers: dict[str, float] = {}  # verdicts and when; ids never come back
         self._drained: set[str] = set()  # those of them that said before that they would go
         self._verdicts: list[Beat] = []
@@ -41,12 +42,14 @@ class Fleet:
         if known is not None and known.beat.worker != beat.worker:
             self._bury(known.beat, now_s)  # it came back under another id: the old one is over
         if beat.state == "gone":
-            self._members.pop(beat.process, None)
+            self._forget(beat.process)
             if known is not None and known.beat.state == "draining":
                 self._drained.add(beat.worker)
             self._bury(beat, now_s)
         elif not (beat.worker and beat.worker in self._dead_workers):
             self._members[beat.process] = Member(beat, now_s)
+            if beat.worker:
+                self._process_of[beat.worker] = beat.process
 
     def listen_anew(self, now_s: float) -> None:
         """The listener was away: nobody is judged by what it did not hear."""
@@ -57,7 +60,7 @@ class Fleet:
         for process, member in list(self._members.items()):
             last_s = max(member.heard_s, self._listening_since_s)
             if now_s - last_s > self._dead_s:
-                del self._members[process]
+                self._forget(process)
                 self._bury(member.beat, now_s)
 
     def take_verdicts(self) -> list[Beat]:
@@ -71,7 +74,7 @@ class Fleet:
         for long enough."""
         if worker in self._dead_workers:
             return True
-        if any(member.beat.worker == worker for member in self._members.values()):
+        if worker in self._process_of:
             return False
         return now_s - self._listening_since_s > self._dead_s
 
@@ -115,10 +118,8 @@ class Fleet:
 
     def worker(self, worker: str) -> Beat | None:
         """The last beat of a live worker."""
-        for member in self._members.values():
-            if member.beat.worker == worker:
-                return member.beat
-        return None
+        process = self._process_of.get(worker)
+        return None if process is None else self._members[process].beat
 
     def members(self) -> list[Beat]:
         """The last beat of everybody alive, by process id."""
@@ -129,7 +130,14 @@ class Fleet:
         self._dead_workers = {w: s for w, s in self._dead_workers.items() if s >= older_than_s}
         self._drained &= self._dead_workers.keys()
 
+    def _forget(self, process: str) -> None:
+        member = self._members.pop(process, None)
+        if member is not None:
+            self._process_of.pop(member.beat.worker, None)
+
     def _bury(self, beat: Beat, now_s: float) -> None:
+        if self._process_of.get(beat.worker) == beat.process:
+            del self._process_of[beat.worker]
         if beat.kind == "control":
             self._verdicts.append(beat)
         if beat.worker and beat.worker not in self._dead_workers:

@@ -1,0 +1,302 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from pipeline.fleet import Fleet
+from pipeline.outlook import MAX_SENT, Outlook
+from schemas.control import Beat, Load, Placed
+from schemas.profiles import StepCosts
+from schemas.tokens import Claim
+from tests.pipeline.rig import SERVED, beat
+
+COSTS = StepCosts(
+    prefill_base_ms=10,
+    prefill_token_ms=0.1,
+    prefill_square_ms=0,
+    decode_base_ms=10,
+    decode_context_ms=0.001,
+    decode_sequence_ms=0.5,
+)
+
+
+def worker(name: str, *, roles: tuple[str, ...] = ("prefill",), costs: StepCosts | None = COSTS,
+           state: str = "ready", **load: Any) -> Beat:  # fmt: skip
+    told = beat(name, roles=roles, state=state)
+    facts = {"num_blocks": 1000, "num_free_blocks": 1000, "num_free_slots": 32, **load}
+    return msgspec.structs.replace(told, costs=costs, block_size=16, load=Load(**facts))
+
+
+def placed(
+    name: str, request: str, ms: float = 0.0, role: str = "prefill", tokens: int = 100
+) -> Placed:
+    return Placed(
+        process="control-1",
+        request_id=request,
+        served=SERVED,
+        worker=name,
+        role=role,  # type: ignore[arg-type]
+        prefill_ms=ms,
+        num_tokens=tokens,
+    )
+
+
+def claimed(name: str, request: str, role: str = "prefill", tokens: int = 100) -> Claim:
+    return Claim(
+        request_id=request,
+        epoch=1,
+        worker=name,
+        role=role,
+        served=SERVED,
+        deadline_unix_ms=2**50,
+        num_tokens=tokens,
+    )
+
+
+def hearing(*beats: Beat, now_s: float = 0.0) -> tuple[Outlook, Fleet]:
+    fleet = Fleet(1.5, 0.0)
+    outlook = Outlook(fleet, beat_s=0.5)
+    for one in beats:
+        tell(outlook, fleet, one, now_s)
+    return outlook, fleet
+
+
+def tell(outlook: Outlook, fleet: Fleet, one: Beat, now_s: float) -> None:
+    fleet.hear(one, now_s)
+    outlook.hear_beat(one, now_s)
+
+
+def test_a_queue_flows_off_while_nobody_says_anything() -> None:
+    """What a worker said it had to do, less the time since; never below nothing."""
+    w1 = worker("w1", waiting_ms=300.0)
+    outlook, _ = hearing(w1)
+    assert outlook.prefill_wait_ms(w1, 0.0) == 300
+    assert outlook.prefill_wait_ms(w1, 0.1) == pytest.approx(200)
+    assert outlook.prefill_wait_ms(w1, 1.0) == 0
+
+
+def test_what_is_placed_is_waited_for_until_the_worker_tells_of_it() -> None:
+    """It is counted from the moment it is placed, and once: when the worker has claimed it, its
+    next beat says all there is."""
+    w1 = worker("w1", waiting_ms=100.0)
+    outlook, fleet = hearing(w1)
+    outlook.hear_placed(placed("w1", "request-1", 50.0), 0.2)
+    assert outlook.prefill_wait_ms(w1, 0.2) == 50  # the first 100 ms are over
+    assert outlook.queue_depth(w1, 0.2) == 1
+    outlook.hear_claim(claimed("w1", "request-1"), 0.21)
+    told = worker("w1", waiting_ms=30.0, num_waiting=1)
+    tell(outlook, fleet, told, 0.22)
+    assert outlook.prefill_wait_ms(told, 0.22) == 30
+    assert outlook.queue_depth(told, 0.22) == 1
+
+
+def test_what_lies_in_the_queue_still_counts_after_a_beat() -> None:
+    """A beat that crosses a task on its way knows nothing of it. Two beats later it is given up:
+    its claim was missed, or it ended on the way."""
+    w1 = worker("w1")
+    outlook, fleet = hearing(w1)
+    outlook.hear_placed(placed("w1", "request-1", 5000.0), 0.4)
+    tell(outlook, fleet, w1, 0.5)
+    assert outlook.prefill_wait_ms(w1, 0.5) == 5000
+    tell(outlook, fleet, w1, 1.0)
+    assert outlook.prefill_wait_ms(w1, 1.0) == 5000
+    tell(outlook, fleet, w1, 1.5)
+    assert outlook.prefill_wait_ms(w1, 1.5) == 0
+
+
+def test_a_claim_from_the_shared_queue_counts_as_well() -> None:
+    """Nobody placed it; the worker's own costs say how long it takes."""
+    w1 = worker("w1")
+    outlook, _ = hearing(w1)
+    outlook.hear_claim(claimed("w1", "request-1", tokens=1000), 0.0)
+    assert outlook.prefill_wait_ms(w1, 0.0) == pytest.approx(110)
+
+
+def test_two_routers_that_place_the_same_count_once() -> None:
+    """A repeat of a Placed, or the same request placed by another: one request."""
+    w1 = worker("w1")
+    outlook, _ = hearing(w1)
+    for _ in range(2):
+        outlook.hear_placed(placed("w1", "request-1", 50.0), 0.0)
+    assert outlook.queue_depth(w1, 0.0) == 1
+    assert outlook.prefill_wait_ms(w1, 0.0) == 50
+
+
+def test_a_worker_that_is_silent_counts_as_busy() -> None:
+    """Two beats missed: infinite wait, no room, until it is heard again. So is one never heard."""
+    w1 = worker("w1", roles=("prefill", "decode"))
+    outlook, fleet = hearing(w1)
+    assert outlook.prefill_wait_ms(w1, 1.1) == 0
+    assert outlook.prefill_wait_ms(w1, 1.3) == outlook.queue_depth(w1, 1.3) == math.inf
+    forecast = outlook.decode_at(w1, 1.3)
+    assert (forecast.free_tokens, forecast.step_ms) == (0, math.inf)
+    tell(outlook, fleet, w1, 1.4)
+    assert outlook.prefill_wait_ms(w1, 1.4) == 0
+    assert outlook.prefill_wait_ms(worker("w2"), 1.4) == math.inf
+
+
+def test_without_costs_nothing_is_said_of_times() -> None:
+    """Depth is all there is."""
+    w1 = worker("w1", costs=None, num_waiting=3)
+    outlook, _ = hearing(w1)
+    assert outlook.prefill_wait_ms(w1, 0.0) is None
+    assert outlook.queue_depth(w1, 0.0) == 3
+    assert outlook.decode_at(w1, 0.0).step_ms is None
+
+
+@pytest.mark.parametrize("state", ["gone", "draining"])
+def test_who_leaves_is_no_candidate(state: str) -> None:
+    """Nor one that the fleet has given up: a frozen worker beats once more when it wakes."""
+    w1 = worker("w1")
+    outlook, fleet = hearing(w1)
+    tell(outlook, fleet, worker("w1", state=state), 0.1)
+    assert outlook.table(SERVED).num_rows == 0
+    assert outlook.prefill_wait_ms(w1, 0.1) == math.inf
+    fleet.judge(5.0)
+    outlook.hear_beat(w1, 5.0)
+    assert outlook.table(SERVED).num_rows == 0
+
+
+# Decode -----------------------------------------------------------------------------------------
+
+
+def test_who_will_have_been_prefilled_joins_and_is_shared_out() -> None:
+    """Six sequences wait 600 ms at the prefill worker: in half of that three of them are there,
+    for three decode workers."""
+    decoders = [worker(f"d{n}", roles=("decode",)) for n in range(3)]
+    busy = worker("p1", waiting_ms=600.0, num_waiting=6, waiting_tokens=6000)
+    outlook, _ = hearing(busy, *decoders)
+    assert outlook.decode_at(decoders[0], 0.0).num_sequences == 0
+    half = outlook.decode_at(decoders[0], 0.3)
+    assert (half.num_sequences, half.context_tokens) == (1, 1000)
+    assert outlook.decode_at(decoders[0], 9.0).num_sequences == 2
+    assert half.free_tokens == 16000 - 1000
+    assert half.step_ms == pytest.approx(10 + 1 + 0.5)
+
+
+def test_who_will_have_ended_leaves() -> None:
+    """Ten sequences, answers of 100 tokens, steps of 15 ms: after 750 ms half of them are gone."""
+    d1 = worker("d1", roles=("decode",), num_running=10, context_tokens=0)
+    outlook, _ = hearing(d1)
+    outlook.hear_claim(claimed("elsewhere", "request-0"), 0.0)
+    outlook.hear_end("request-0", 100, 0.0)
+    assert outlook.decode_at(d1, 0.0).num_sequences == 10
+    assert outlook.decode_at(d1, 0.75).num_sequences == 5
+    assert outlook.decode_at(d1, 1.1).num_sequences == 3
+
+
+def test_a_decode_that_was_placed_since_counts() -> None:
+    """With its tokens."""
+    d1 = worker("d1", roles=("decode",), num_running=1, context_tokens=50)
+    outlook, _ = hearing(d1)
+    outlook.hear_placed(placed("d1", "request-1", role="decode", tokens=100), 0.0)
+    forecast = outlook.decode_at(d1, 0.0)
+    assert (forecast.num_sequences, forecast.context_tokens) == (2, 150)
+
+
+def test_expected_tokens_are_the_mean_of_what_was_seen() -> None:
+    """And no more than may come. What was cut off says nothing."""
+    outlook, _ = hearing()
+    assert outlook.expected_tokens(SERVED, 50) == 50
+    for number, tokens in enumerate((10, 30, None)):
+        outlook.hear_claim(claimed("w1", f"request-{number}"), 0.0)
+        outlook.hear_end(f"request-{number}", tokens, 0.0)
+    assert outlook.expected_tokens(SERVED, 50) == 20
+    assert outlook.expected_tokens(SERVED, 5) == 5
+    assert outlook.expected_tokens("other@r1", 5) == 5
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    """However much is said to have been placed with a worker that does not beat."""
+    w1 = worker("w1")
+    outlook, _ = hearing(w1)
+    for number in range(MAX_SENT + 10):
+        outlook.hear_placed(placed("w1", f"request-{number}"), 0.0)
+    assert outlook.queue_depth(w1, 0.0) == MAX_SENT
+    fleet = Fleet(1.5, 0.0)
+    outlook = Outlook(fleet)
+    for number in range(100):
+        tell(outlook, fleet, worker(f"w{number}"), float(number))
+    assert len(outlook._known) <= 62
+
+
+@given(st.floats(0, 1e4), st.floats(0, 1e4), st.floats(0, 3), st.floats(0, 3))
+def test_placing_never_lowers_a_wait(waiting: float, ms: float, at: float, later: float) -> None:
+    """Neither now nor at any later moment."""
+    w1 = worker("w1", waiting_ms=waiting)
+    without, _ = hearing(w1)
+    with_it, _ = hearing(w1)
+    with_it.hear_placed(placed("w1", "request-1", ms), at)
+    now_s = at + later
+    one, other = without.prefill_wait_ms(w1, now_s), with_it.prefill_wait_ms(w1, now_s)
+    assert one is not None
+    assert other is not None
+    assert other >= one - 1e-6
+
+
+class Books(RuleBasedStateMachine):
+    """Any order of beats, placements, claims, ends and deaths: figures stay in range, rows and
+    workers belong together, and a beat that follows all claims makes the account the worker's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 0.0
+        self.fleet = Fleet(1.5, 0.0)
+        self.outlook = Outlook(self.fleet)
+        self.beats: dict[str, Beat] = {}
+        self.number = 0
+
+    @rule(name=st.sampled_from("abcd"), ms=st.floats(0, 1e4), running=st.integers(0, 64),
+          role=st.sampled_from(["prefill", "decode"]))  # fmt: skip
+    def beats_once(self, name: str, ms: float, running: int, role: str) -> None:
+        self.beats[name] = worker(name, roles=(role,), waiting_ms=ms, num_running=running)
+        tell(self.outlook, self.fleet, self.beats[name], self.now_s)
+
+    @rule(name=st.sampled_from("abcde"), ms=st.floats(0, 1e4),
+          role=st.sampled_from(["prefill", "decode"]))  # fmt: skip
+    def places(self, name: str, ms: float, role: str) -> None:
+        self.number += 1
+        self.outlook.hear_placed(placed(name, f"request-{self.number}", ms, role), self.now_s)
+
+    @rule(name=st.sampled_from("abcde"), back=st.integers(0, 3))
+    def claims(self, name: str, back: int) -> None:
+        self.outlook.hear_claim(claimed(name, f"request-{self.number - back}"), self.now_s)
+
+    @rule(back=st.integers(0, 3), tokens=st.integers(0, 1000))
+    def ends(self, back: int, tokens: int) -> None:
+        self.outlook.hear_end(f"request-{self.number - back}", tokens, self.now_s)
+
+    @rule(s=st.floats(0, 2))
+    def time_passes(self, s: float) -> None:
+        self.now_s += s
+        self.fleet.judge(self.now_s)
+
+    @precondition(lambda self: bool(self.beats))
+    @rule()
+    def goes(self) -> None:
+        _name, last = self.beats.popitem()
+        tell(self.outlook, self.fleet, msgspec.structs.replace(last, state="gone"), self.now_s)
+
+    @invariant()
+    def figures_are_in_range(self) -> None:
+        self.outlook.check_invariants()
+        for one in self.beats.values():
+            wait = self.outlook.prefill_wait_ms(one, self.now_s)
+            assert wait is not None
+            assert wait >= 0
+            assert self.outlook.queue_depth(one, self.now_s) >= 0
+            for later in (0.0, 0.7, 50.0):
+                forecast = self.outlook.decode_at(one, self.now_s + later)
+                assert forecast.num_sequences >= 0 <= forecast.context_tokens
+                assert 0 <= forecast.free_tokens <= 16000
+                assert forecast.step_ms is not None
+                assert forecast.step_ms >= 0
+
+
+TestBooks = Books.TestCase
