@@ -15,7 +15,7 @@ from schemas.codec import pack_ids
 from schemas.kv_events import HASH_BYTES as HASH_BYTES
 from schemas.requests import RequestRecord
 
-_ID_BYTES = 4
+ID_BYTES = 4  # of a token id, packed
 
 
 @lru_cache(256)
@@ -48,7 +48,7 @@ def prefix_hashes(token_ids: Sequence[int], block_size: int, salt: bytes) -> lis
 def iter_prefix_hashes(packed_ids: bytes, block_size: int, salt: bytes) -> Iterator[bytes]:
     """The same, each computed when it is asked for, of ids as records carry them
     (see :func:`schemas.codec.pack_ids`)."""
-    size = block_size * _ID_BYTES
+    size = block_size * ID_BYTES
     parent = salt
     for start in range(0, len(packed_ids) - size + 1, size):
         block = packed_ids[start : start + size]

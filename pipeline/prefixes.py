@@ -7,11 +7,12 @@ what they hold: nobody is told of blocks that it could not read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from itertools import islice
 
 from infra.metrics import Metrics
 from pipeline.fleet import Fleet
-from pipeline.prefix_hash import iter_prefix_hashes, request_salt
+from pipeline.hash_memo import HashMemo
+from pipeline.prefix_hash import request_salt
 from pipeline.prefix_walk import Match
 from pipeline.radix_index import RadixIndex
 from schemas.requests import RequestRecord
@@ -28,6 +29,7 @@ class Prefixes:
         self._index = index
         self._fleet = fleet
         self._metrics = metrics
+        self._memo = HashMemo()
 
     @property
     def is_empty(self) -> bool:
@@ -39,8 +41,8 @@ class Prefixes:
         that hold its first block. Nobody, where the prompt's logprobs are wanted: they come of
         computing it.
 
-        Cost: about 100 µs per 1,024 tokens that somebody holds, and layout; a prompt that nobody
-        knows is hashed no further than its first block.
+        Cost: for each layout about 60 µs per 1,024 tokens that somebody holds, 3 µs if they came
+        lately; a prompt that nobody knows is hashed no further than its first block.
         """
         if self.is_empty or record.sampling.prompt_logprobs is not None:
             return {}
@@ -60,15 +62,9 @@ class Prefixes:
 
     def _lookup(self, record: RequestRecord, fingerprint: str, block_size: int) -> list[Match]:
         salt = request_salt(record, fingerprint)
-        seen: list[bytes] = []
-        matches = self._index.lookup(
-            _noted(iter_prefix_hashes(record.prompt_ids, block_size, salt), seen)
-        )
-        self._index.touch(seen[: max((match.num_blocks for match in matches), default=0)])
+        matches = self._index.lookup(self._memo.hashes(record.prompt_ids, block_size, salt))
+        if matches and self._index.is_crowded:
+            most = max(match.num_blocks for match in matches)
+            hashes = self._memo.hashes(record.prompt_ids, block_size, salt)
+            self._index.touch(list(islice(hashes, most)))
         return matches
-
-
-def _noted(hashes: Iterable[bytes], seen: list[bytes]) -> Iterator[bytes]:
-    for one in hashes:
-        seen.append(one)
-        yield one

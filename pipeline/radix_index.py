@@ -81,6 +81,11 @@ class RadixIndex:
         return len(self._blocks) - sum(h.num_blocks for h in self._merged if not h.bits)
 
     @property
+    def is_crowded(self) -> bool:
+        """Whether blocks may have to go soon, so that it matters which are in use."""
+        return len(self._blocks) >= _PRESSURE * self.max_blocks
+
+    @property
     def workers(self) -> list[str]:
         """Who has stored something and was not dropped, sorted."""
         return sorted(self._places)
@@ -203,7 +208,7 @@ class RadixIndex:
 
     def touch(self, hashes: Sequence[bytes]) -> None:
         """These are of use: they go last. Does nothing while there is plenty of room."""
-        if len(self._blocks) < _PRESSURE * self.max_blocks:
+        if not self.is_crowded:
             return
         for block_hash in reversed(hashes):
             holders = self._blocks.pop(block_hash, None)
