@@ -1,10 +1,10 @@
 """The compute budget: may a request enter, and if not, what then. Pure: the time is passed in.
 
-    judge     answers an Ask; remembers nothing but which pools are over their budget (hysteresis)
-    charge    admission has admitted it
-    place     a worker was named for it: from here on the forecast knows of it
-    hear_*    the same, said by other control processes and by workers' claims
-    settle    it ended, or left: its charge is given back, its true length is learnt
+judge     answers an Ask; remembers nothing but which pools are over their budget (hysteresis)
+charge    admission has admitted it
+place     a worker was named for it: from here on the forecast knows of it
+hear_*    the same, said by other control processes and by workers' claims
+settle    it ended, or left: its charge is given back, its true length is learnt
 """
 
 from __future__ import annotations

@@ -22,8 +22,7 @@ from schemas.requests import Slo
 #   tbt       time between tokens: too many sequences would decode when its prefill is done
 #   decode    device time of the decode workers over the policy's horizon
 #   kv        memory for its keys and values
-#   no_workers  nobody serves the model now
-Shortage = Literal["ttft", "tbt", "decode", "kv", "no_workers"]
+Shortage = Literal["ttft", "tbt", "decode", "kv"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +51,7 @@ class Ask:
     min_tokens: int = 0  # of all choices: a clamp never goes below
     tenant: str = ""
     priority: int = 0
-    slo: Slo = Slo()
+    slo: Slo = field(default_factory=Slo)
     asked_model: str = ""
 
 
@@ -65,11 +64,14 @@ class Forecasted:
     worker: str = ""  # the best for its prefill, "": none is known
 
 
+_UNKNOWN = Forecasted()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admit:
     """It fits."""
 
-    forecast: Forecasted = Forecasted()
+    forecast: Forecasted = _UNKNOWN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +80,7 @@ class Clamp:
 
     max_tokens: int
     shortage: Shortage
-    forecast: Forecasted = Forecasted()
+    forecast: Forecasted = _UNKNOWN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

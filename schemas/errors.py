@@ -4,9 +4,11 @@ MeshError
 ├── InvalidRequest            the caller's fault: says which parameter
 │   ├── SchemaError           bytes that are no message of ours: says the path inside the message
 │   ├── ContextTooLong
+│   ├── SloUnreachable        its own computing alone takes longer than it is given
 │   └── PayloadTooLarge
 ├── ModelNotFound
 ├── QueueFull                 a limit was reached; the same request may succeed later
+│   └── OverBudget            the workers can't compute it in the time that it is given
 ├── BusUnavailable
 ├── NoCapacity                this process has no room now
 ├── KvLost                    blocks named by a handle can't be read any more
@@ -82,6 +84,12 @@ class ContextTooLong(InvalidRequest):
     code = "context_length_exceeded"
 
 
+class SloUnreachable(InvalidRequest):
+    """No worker that is there could keep the request's times, had it nothing else to do."""
+
+    code = "slo_unreachable"
+
+
 class PayloadTooLarge(InvalidRequest):
     """A body or message over the limit that the receiver states."""
 
@@ -102,6 +110,12 @@ class QueueFull(MeshError):
     code = "queue_full"
     http_status = 429
     retryable = True
+
+
+class OverBudget(QueueFull):
+    """The compute budget of its model is used up; ``retry_after_s`` is predicted from it."""
+
+    code = "over_budget"
 
 
 class BusUnavailable(MeshError):

@@ -69,10 +69,12 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The times that a request should be served in, in milliseconds; 0: none is named.
 
     A request that can't be served so is not begun: what becomes of it says its model's policy.
+    ``name`` is a class of that policy, whose times are meant where none is given here.
     """
 
     ttft_ms: float = 0.0  # from admission to the first token
     tbt_ms: float = 0.0  # between tokens
+    name: str = ""
 
 
 class InferenceRequest(Message, frozen=True, kw_only=True, tag="inference-request/1"):

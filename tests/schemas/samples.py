@@ -97,7 +97,7 @@ RECORD = RequestRecord(
     cache_salt="salt",
     cost=288.0,
     reader_note=b"\x00their own\xff",
-    slo=Slo(ttft_ms=500.0, tbt_ms=50.0),
+    slo=Slo(ttft_ms=500.0, tbt_ms=50.0, name="chat"),
 )
 HANDLE = KvHandle(
     lease_id="lease-1",
