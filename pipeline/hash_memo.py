@@ -7,26 +7,26 @@ before it and on its tokens, so these two are the key:
            hashes     hashes
               \\______ is the parent of piece 1
 
-A piece is remembered once all of its hashes were asked for. An index asks for a few more than
-somebody holds, so prompts that nobody knows leave little here or nothing.
+A piece is remembered when more is asked for behind it. An index asks only behind what somebody
+holds, so prompts that nobody knows leave nothing here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import chain
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from pipeline.prefix_hash import ID_BYTES, iter_prefix_hashes
 
-PIECE_BLOCKS = 32
-_MAX_PIECES = 4096  # of 16-token blocks: 2 million tokens, 16 MB
+PIECE_BLOCKS = 64
+_MAX_PIECES = 2048  # of 16-token blocks: 2 million tokens, 15 MB
 
 
 class HashMemo:
     """The hashes of pieces that were asked for last.
 
     Args:
-        max_pieces: how many are kept; each costs about 4 KB with 16-token blocks.
+        max_pieces: how many are kept; each costs about 7 KB with 16-token blocks.
     """
 
     def __init__(self, max_pieces: int = _MAX_PIECES) -> None:
@@ -36,14 +36,12 @@ class HashMemo:
     def __len__(self) -> int:
         return len(self._pieces)
 
-    def hashes(self, packed_ids: bytes, block_size: int, salt: bytes) -> Iterator[bytes]:
-        """As :func:`iter_prefix_hashes`: the same hashes, each made when it is asked for.
+    def runs(self, packed_ids: bytes, block_size: int, salt: bytes) -> Iterator[Sequence[bytes]]:
+        """The hashes of :func:`iter_prefix_hashes` in runs, each made when it is asked for: one,
+        the rest of the first piece, then a piece at a time.
 
-        Cost: 1 µs per block that has to be hashed, 0.03 µs per block that is remembered.
+        Cost: 0.9 µs per block that has to be hashed, 0.02 µs per block that is remembered.
         """
-        return chain.from_iterable(self._runs(packed_ids, block_size, salt))
-
-    def _runs(self, packed_ids: bytes, block_size: int, salt: bytes) -> Iterator[tuple[bytes, ...]]:
         size = PIECE_BLOCKS * block_size * ID_BYTES
         parent = salt
         for start in range(0, len(packed_ids), size):
@@ -52,16 +50,18 @@ class HashMemo:
             if known is not None:
                 self._pieces[key] = known  # last used, last to go
                 yield known
-                parent = known[-1]
-                continue
-            made = []
-            for one in iter_prefix_hashes(key[2], block_size, parent):
-                made.append(one)
-                yield (one,)
-            if len(made) < PIECE_BLOCKS:
-                return  # the prompt ends here
-            parent = made[-1]
-            self._remember(key, tuple(made))
+            else:
+                hashes = iter_prefix_hashes(key[2], block_size, parent)
+                first = tuple(islice(hashes, 0 if start else 1))
+                if first:
+                    yield first
+                rest = tuple(hashes)
+                yield rest
+                known = first + rest
+                if len(known) < PIECE_BLOCKS:
+                    return  # the prompt ends here
+                self._remember(key, known)
+            parent = known[-1]
 
     def _remember(self, key: tuple[bytes, int, bytes], hashes: tuple[bytes, ...]) -> None:
         if len(self._pieces) >= self._max_pieces:

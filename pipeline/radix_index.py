@@ -95,29 +95,32 @@ class RadixIndex:
     def lookup(self, hashes: Iterable[bytes]) -> list[Match]:
         """Who holds the first of ``hashes``, and how far; by worker id. Takes few more of them than
         somebody holds, of an unknown prompt one. Counts as no use."""
+        return self.lookup_runs(_strides(iter(hashes)))
+
+    def lookup_runs(self, runs: Iterable[Sequence[bytes]]) -> list[Match]:
+        """The same of hashes that come in runs, one behind the other; takes another one only when
+        somebody holds all of those before."""
         walk = Walk()
-        walk.end(self._go(walk, iter(hashes)))
+        walk.end(self._go(walk, runs))
         return sorted(walk.matches(self._name), key=lambda match: match.worker)
 
-    def _go(self, walk: Walk, hashes: Iterator[bytes]) -> int:
+    def _go(self, walk: Walk, runs: Iterable[Sequence[bytes]]) -> int:
         """Go down as far as anybody comes along; the number of blocks until there."""
-        number, before = 0, None
-        stride = list(islice(hashes, 1))
-        while stride:
-            at = 0
-            while at < len(stride):
-                holders = self._blocks.get(stride[at])
+        number, before, get = 0, None, self._blocks.get
+        for run in runs:
+            at, end = 0, len(run)
+            while at < end:
+                holders = get(run[at])
                 if holders is None:
                     return number + at
                 if holders is not before and not walk.go_on(holders.bits, number + at):
                     return number + at
                 before = holders
-                at = self._end_of_run(stride, at, holders)
-            number += len(stride)
-            stride = list(islice(hashes, _STRIDE))
+                at = self._end_of_run(run, at, holders)
+            number += end
         return number
 
-    def _end_of_run(self, hashes: list[bytes], at: int, holders: _Holders) -> int:
+    def _end_of_run(self, hashes: Sequence[bytes], at: int, holders: _Holders) -> int:
         """The first place behind ``at`` that is not known to have these holders."""
         if holders.num_blocks != holders.run_length:
             return at + 1
@@ -297,3 +300,11 @@ class RadixIndex:
         for bits, holders in self._sets.items():
             assert bits == holders.bits != 0, "a set is kept under other bits"
             assert holders.num_blocks > 0, "a set without blocks is kept"
+
+
+def _strides(hashes: Iterator[bytes]) -> Iterator[list[bytes]]:
+    """First one, then some at once."""
+    stride = list(islice(hashes, 1))
+    while stride:
+        yield stride
+        stride = list(islice(hashes, _STRIDE))
