@@ -220,11 +220,22 @@ class WorkerConfig:
     speed: float = setting(
         1.0, number(0.001, 1000), "simulated engine: times of the cost model are divided by this"
     )
+    crew: Path | None = setting(
+        None, path, "file of simulated workers that this process is, in place of one"
+    )
+    crew_figures: Path | None = setting(
+        None, path, "file in which a crew's process notes what each worker has done"
+    )
     health_host: str = setting("127.0.0.1", text, "where /health, /ready, /metrics listen")
     health_port: int = setting(0, _PORT, "port of /health, /ready, /metrics; 0: any free one")
     grace_s: float = setting(8.0, number(0.1, 600), "how long a drain may take")
 
     def __post_init__(self) -> None:
+        if self.crew is not None and self.engine != "simulated":
+            raise ConfigError(
+                "worker.crew: only simulated workers share a process (worker.engine simulated)",
+                param="worker.crew",
+            )
         if self.max_batch_tokens < self.max_num_sequences:
             raise ConfigError(
                 f"worker.max_batch_tokens {self.max_batch_tokens} is less than "

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from infra.log import Logger
 from infra.metrics import Metrics
 from infra.task_scope import task_scope
+from infra.transport.handover import PoolReader
 from infra.transport.plan import SHM_ONLY, TransportPlan
 from schemas.control import Load
 from schemas.errors import EngineFailed, QueueFull
@@ -69,6 +70,7 @@ async def running_host(
     evicted_share: float = MAX_SHARE,
     disk: DiskPlan | None = None,
     transports: TransportPlan = SHM_ONLY,
+    pools: PoolReader | None = None,
 ) -> AsyncIterator[Host]:
     """A host from its engine's thread to its pool's door; everything is closed at the end.
 
@@ -79,6 +81,7 @@ async def running_host(
             once.
         disk: where blocks are kept over restarts; None: nowhere.
         transports: how KV goes to other workers, and comes from them.
+        pools: what reads from workers of this host, where several hosts share it.
 
     Raises:
         EngineFailed: the engine broke; it needs a new process.
@@ -101,7 +104,7 @@ async def running_host(
         stack.callback(tiers.close)
         stack.push_async_callback(thread.stop)
         stack.callback(broken.cancel)
-        links = open_links(engine.pool, process, leases, transports, log)
+        links = open_links(engine.pool, process, leases, transports, log, pools)
         async with links as open_ways, task_scope() as tasks:
             host = Host(
                 engine=engine,

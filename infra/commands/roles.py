@@ -41,6 +41,11 @@ def worker(config: WorkerConfig) -> None:
     config = replace(config, model=_resolved(config.model, config.bus))
 
     async def body(ctx: RoleContext) -> None:
+        if config.crew is not None:
+            from workers.crew.service import serve_crew
+
+            await serve_crew(ctx, config)
+            return
         from workers.service import serve_worker
 
         await serve_worker(ctx, config)

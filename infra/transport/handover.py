@@ -161,10 +161,15 @@ class _Mapped(NamedTuple):
 
 
 class PoolReader:
-    """Reads blocks out of other workers' pools. One thread reads at a time, others wait."""
+    """Reads blocks out of other workers' pools. One thread reads at a time, others wait.
 
-    def __init__(self) -> None:
+    Args:
+        max_mapped: owners whose pools stay mapped.
+    """
+
+    def __init__(self, *, max_mapped: int = _MAX_MAPPED) -> None:
         self._here = host_identity()
+        self._max_mapped = max_mapped
         self._mapped: OrderedDict[str, _Mapped] = OrderedDict()  # last used last
         self._lock = threading.Lock()
 
@@ -243,7 +248,7 @@ class PoolReader:
             name = address.removeprefix(f"{SCHEME}{self._here}/")
             ask = _Ask(handle.lease_id, handle.secret)
             self._mapped[address] = _open(name, handle.owner, ask)
-            if len(self._mapped) > _MAX_MAPPED:
+            if len(self._mapped) > self._max_mapped:
                 self._unmap(next(iter(self._mapped)))
         return self._mapped[address].pool
 

@@ -21,6 +21,7 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -272,35 +273,62 @@ def readable_token_ids(vocabulary: Vocabulary) -> list[int]:
     ]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerTokens:
+    """What simulated answers are made of; engines of one model may share it."""
+
+    vocabulary: Vocabulary
+    token_ids: tuple[int, ...]
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> AnswerTokens:
+        """Those of a model folder's tokenizer.
+
+        Raises:
+            ModelUnsupported: it has no usable one.
+        """
+        vocabulary = Vocabulary.from_folder(folder)
+        token_ids = readable_token_ids(vocabulary)
+        if not token_ids:
+            raise ModelUnsupported(f"the tokenizer of {folder.name} has no readable token")
+        return cls(vocabulary=vocabulary, token_ids=tuple(token_ids))
+
+    @property
+    def identity(self) -> str:
+        """Equal where the same tokens mean the same."""
+        return hashlib.blake2b(pack_ids(self.token_ids), digest_size=16).hexdigest()
+
+
 def build_simulated(
     tokenizer_folder: Path,
     *,
+    answers: AnswerTokens | None = None,
     num_blocks: int = 4096,
     num_host_blocks: int = 0,
     block_size: int = 16,
     context_length: int = 8192,
     eos_token_ids: frozenset[int] | None = None,
     costs: StepCosts = DEFAULT_COSTS,
+    token_bytes: int = 0,
     config: EngineConfig | None = None,
 ) -> Engine:
     """A simulated engine that answers in the tokens of ``tokenizer_folder``.
 
     Args:
         tokenizer_folder: a model folder; only its tokenizer is read.
+        answers: of that tokenizer, where it was read before.
         num_host_blocks: further slots in the same memory, for a host tier.
         eos_token_ids: None: the tokenizer's own ``eos_token``, if it names one.
         costs: how long its steps take; the engine says so of itself.
+        token_bytes: of KV, as others are to be told; 0: the 8 that it has.
 
     Raises:
         ModelUnsupported: the folder has no usable tokenizer.
     """
-    vocabulary = Vocabulary.from_folder(tokenizer_folder)
-    token_ids = readable_token_ids(vocabulary)
-    if not token_ids:
-        raise ModelUnsupported(f"the tokenizer of {tokenizer_folder.name} has no readable token")
+    answers = answers or AnswerTokens.from_folder(tokenizer_folder)
+    vocabulary = answers.vocabulary
     if eos_token_ids is None:
         eos_token_ids = _eos_token_ids(tokenizer_folder, vocabulary)
-    identity = hashlib.blake2b(pack_ids(token_ids), digest_size=16).hexdigest()
     layout = f"block_size={block_size} entry_bytes={ENTRY_BYTES}"
     info = EngineInfo(
         kind="simulated",
@@ -310,10 +338,11 @@ def build_simulated(
         block_size=block_size,
         num_blocks=num_blocks,
         block_bytes=block_size * ENTRY_BYTES,
-        fingerprint=salt_of("simulated-kv/1", layout, identity).hex(),
+        fingerprint=salt_of("simulated-kv/1", layout, answers.identity).hex(),
+        simulated_token_bytes=token_bytes,
     )
     pool = SharedPool(num_blocks + num_host_blocks, info.block_bytes)
-    runner = SimulatedRunner(pool, info, token_ids, costs)
+    runner = SimulatedRunner(pool, info, answers.token_ids, costs)
     return Engine(runner, pool, vocabulary, config, StepMeter.of_known(costs))
 
 

@@ -45,13 +45,19 @@ class KvLinks:
 
 @asynccontextmanager
 async def open_links(
-    pool: SharedPool, process: str, leases: LeaseBook, plan: TransportPlan, log: Logger
+    pool: SharedPool,
+    process: str,
+    leases: LeaseBook,
+    plan: TransportPlan,
+    log: Logger,
+    pools: PoolReader | None = None,
 ) -> AsyncIterator[KvLinks]:
     """Serve ``pool`` to whoever has one of ``leases``, until the block ends; transfers over a
     network end then, too.
 
     Args:
         process: a name that no other process of this host has.
+        pools: what reads on this host; None: a reader of its own.
 
     Raises:
         ConfigError: UCX can't work at the address that it was given.
@@ -69,7 +75,7 @@ async def open_links(
                 tasks.create_task(port.until_ended(), name="kv ucx")
             yield KvLinks(
                 addresses=tuple(way.address for way in ways),
-                reader=KvReader(PoolReader() if plan.shm else None, port),
+                reader=KvReader((pools or PoolReader()) if plan.shm else None, port),
                 door=door,
                 port=port,
             )

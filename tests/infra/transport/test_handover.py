@@ -429,11 +429,9 @@ async def test_a_name_is_one_owners(owner: Owner) -> None:
             await twin.run()
 
 
-async def test_the_least_used_owners_are_let_go(
-    into: SharedPool, reader: PoolReader, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_least_used_owners_are_let_go(into: SharedPool) -> None:
     """Mapped pools are bounded; one let go is mapped again when it is wanted."""
-    monkeypatch.setattr(handover, "_MAX_MAPPED", 2)
+    reader = PoolReader(max_mapped=2)
     async with contextlib.AsyncExitStack() as stack:
         owners = []
         for number in range(3):
@@ -446,4 +444,5 @@ async def test_the_least_used_owners_are_let_go(
             assert (into.slots[0] == number).all()
             assert len(reader._mapped) <= 2
         assert [one.num_asked for one in owners] == [2, 2, 1]
+    reader.close()
         reader.close()
