@@ -7,6 +7,7 @@ what they hold: nobody is told of blocks that it could not read.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice
 
 from infra.metrics import Metrics
@@ -17,19 +18,27 @@ from pipeline.prefix_walk import Match
 from pipeline.radix_index import RadixIndex
 from schemas.requests import RequestRecord
 
+# The prefix hashes of a record's prompt in runs, for a block size and a salt.
+RunsOf = Callable[[RequestRecord, int, bytes], Iterable[Sequence[bytes]]]
+
 
 class Prefixes:
     """Looks prompts up in the index.
 
     Args:
         fleet: says with which layout and block size each worker hashes.
+        runs_of: where hashes come from; None: from the prompt's tokens. A simulation, whose prompts
+            have none, names another source.
     """
 
-    def __init__(self, index: RadixIndex, fleet: Fleet, metrics: Metrics) -> None:
+    def __init__(
+        self, index: RadixIndex, fleet: Fleet, metrics: Metrics, *, runs_of: RunsOf | None = None
+    ) -> None:
         self._index = index
         self._fleet = fleet
         self._metrics = metrics
         self._memo = HashMemo()
+        self._runs_of = runs_of or self._remembered
 
     @property
     def is_empty(self) -> bool:
@@ -62,9 +71,14 @@ class Prefixes:
 
     def _lookup(self, record: RequestRecord, fingerprint: str, block_size: int) -> list[Match]:
         salt = request_salt(record, fingerprint)
-        matches = self._index.lookup_runs(self._memo.runs(record.prompt_ids, block_size, salt))
+        matches = self._index.lookup_runs(self._runs_of(record, block_size, salt))
         if matches and self._index.is_crowded:
             most = max(match.num_blocks for match in matches)
-            runs = self._memo.runs(record.prompt_ids, block_size, salt)
+            runs = self._runs_of(record, block_size, salt)
             self._index.touch(list(islice(chain.from_iterable(runs), most)))
         return matches
+
+    def _remembered(
+        self, record: RequestRecord, block_size: int, salt: bytes
+    ) -> Iterable[Sequence[bytes]]:
+        return self._memo.runs(record.prompt_ids, block_size, salt)
