@@ -444,5 +444,4 @@ async def test_the_least_used_owners_are_let_go(into: SharedPool) -> None:
             assert (into.slots[0] == number).all()
             assert len(reader._mapped) <= 2
         assert [one.num_asked for one in owners] == [2, 2, 1]
-    reader.close()
         reader.close()
