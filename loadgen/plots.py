@@ -28,7 +28,7 @@ def cdf_plot(name: str, values_s: Sequence[float] | np.ndarray, limit_ms: float 
         values_s: seconds, in any order.
         limit_ms: an SLO to be marked.
     """
-    figure, axes = _figure(f"{name}, {len(values_s)} observations")
+    figure, axes = new_figure(f"{name}, {len(values_s)} observations")
     values_ms = np.sort(np.asarray(values_s, dtype=np.float64)) * 1e3
     if len(values_ms):
         shares = np.arange(1, len(values_ms) + 1) / len(values_ms)
@@ -41,13 +41,13 @@ def cdf_plot(name: str, values_s: Sequence[float] | np.ndarray, limit_ms: float 
     axes.set_xlabel("ms")
     axes.set_ylabel("share of observations")
     axes.set_ylim(0, 1.01)
-    return _svg(figure)
+    return to_svg(figure)
 
 
 def rates_plot(recorder: Recorder) -> str:
     """Requests sent and ended, and tokens, per second over the run."""
     edges, width_s = _edges(recorder)
-    figure, axes = _figure("Rates over time")
+    figure, axes = new_figure("Rates over time")
     starts = edges[:-1]
     sent, ended = _times(recorder, [r.sent_s for r in recorder.results]), _ends(recorder)
     for values, label in ((sent, "sent"), (ended, "completed")):
@@ -62,12 +62,12 @@ def rates_plot(recorder: Recorder) -> str:
     tokens.set_ylim(bottom=0)
     axes.legend(loc="upper left")
     tokens.legend(loc="upper right")
-    return _svg(figure)
+    return to_svg(figure)
 
 
 def ttft_plot(recorder: Recorder, limit_ms: float | None) -> str:
     """Each request's TTFT at the time at which it was sent, and how many were in flight."""
-    figure, axes = _figure("TTFT and requests in flight over time")
+    figure, axes = new_figure("TTFT and requests in flight over time")
     done = [result for result in recorder.results if result.event_s]
     axes.scatter(
         _times(recorder, [result.sent_s for result in done]),
@@ -85,18 +85,18 @@ def ttft_plot(recorder: Recorder, limit_ms: float | None) -> str:
     flight.plot(edges, _in_flight(recorder, edges), color="tab:gray", alpha=0.7)
     flight.set_ylabel("in flight")
     flight.set_ylim(bottom=0)
-    return _svg(figure)
+    return to_svg(figure)
 
 
 def stages_plot(stages: Mapping[str, StageTime]) -> str:
     """Mean time of each stage, on a logarithmic axis."""
-    figure, axes = _figure("Inside the mesh: mean time")
+    figure, axes = new_figure("Inside the mesh: mean time")
     names = list(stages)[::-1]
     axes.barh(names, [max(stages[name].mean_ms, 1e-3) for name in names])
     axes.set_xscale("log")
     axes.set_xlim(left=1e-2)
     axes.set_xlabel("ms")
-    return _svg(figure)
+    return to_svg(figure)
 
 
 def itl_s(results: Sequence[RequestResult]) -> np.ndarray:
@@ -104,7 +104,8 @@ def itl_s(results: Sequence[RequestResult]) -> np.ndarray:
     return gaps_s([result for result in results if result.state == "completed"])
 
 
-def _figure(title: str) -> tuple[Figure, Axes]:
+def new_figure(title: str) -> tuple[Figure, Axes]:
+    """An empty one; matplotlib is imported when it is called."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=_SIZE_IN, layout="constrained")
@@ -114,7 +115,7 @@ def _figure(title: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _svg(figure: Figure) -> str:
+def to_svg(figure: Figure) -> str:
     """Without the XML head, so that it can stand inside HTML."""
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None})
