@@ -1,46 +1,195 @@
 """The compute budget: may a request enter, and if not, what then. Pure: the time is passed in.
 
-judge     answers an Ask; remembers nothing but which pools are over their budget (hysteresis)
-charge    admission has admitted it
-place     a worker was named for it: from here on the forecast knows of it
-hear_*    the same, said by other control processes and by workers' claims
-settle    it ended, or left: its charge is given back, its true length is learnt
+    judge     answers an Ask; remembers nothing but which budgets are over (hysteresis)
+    charge    admission has admitted it
+    place     a worker was named for it: from here on the forecast knows of it
+    hear_*    the same, said by other control processes and by workers' claims
+    settle    it ended, or left: its charge is given back
+
+Four budgets, each only where the request (or its class) has a target and the workers tell their
+costs; without either nothing is over budget, and only the queue's bound refuses.
+
+    ttft     the wait of its prompt, of the time that the TTFT target leaves beside its own prefill
+    tbt      the batch that it would join, of the time that the TBT target leaves for a step
+    kv       memory of the worker that it would decode on
+    decode   device time of all that was admitted, of what the workers can do within the horizon
 """
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from functools import partial
 
-from pipeline.verdict import Ask, Verdict
+from pipeline.budget_books import Books, Charge
+from pipeline.budget_case import Case, EarlyRejection, Pool, Reading
+from pipeline.degradation import Overload, degrade, degrade_unreachable
+from pipeline.fleet import Fleet
+from pipeline.forecast import Forecast
+from pipeline.gates import GateKey, Gates
+from pipeline.policy import Policies, Policy
+from pipeline.pool_load import prefill_room
+from pipeline.verdict import Admit, Ask, Shortage, Verdict
+from schemas import subjects
 from schemas.control import Placed
 from schemas.tokens import Claim
 
-EarlyRejection = Literal["predicted", "now", "off"]
 
-
-class ComputeBudget(Protocol):
+class Budget:
     """The budgets of all pools, as admission, router and take-over use them.
 
-    All calls are idempotent by request id: a repeat changes nothing.
+    Calls are idempotent by request id: a repeat changes nothing.
+
+    Args:
+        fleet: who is alive.
+        forecast: what they will be doing; told of beats, placements and claims by its owner.
+        policies: asked with every request, so it may change at any time.
+        early_rejection: for which moment the decode load is judged: when the request's prefill
+            will be done, or now; ``off``: nothing is ever over budget.
     """
 
+    def __init__(
+        self,
+        fleet: Fleet,
+        forecast: Forecast,
+        policies: Policies,
+        *,
+        early_rejection: EarlyRejection = "predicted",
+    ) -> None:
+        self._fleet = fleet
+        self._forecast = forecast
+        self._policies = policies
+        self._mode = early_rejection
+        self._books = Books()
+        self._gates = Gates()
+
+    @property
+    def books(self) -> Books:
+        """What was admitted and has not ended."""
+        return self._books
+
+    # What is asked ----------------------------------------------------------------------------
+
     def judge(self, ask: Ask) -> Verdict:
-        """What is to become of a request that came now, or that has waited and is asked again."""
+        """What is to become of a request that came now, or that has waited and is asked again.
+
+        For one that has waited the TTFT target counts from now: its policy lets it wait.
+        """
+        policy = self._policies.of(_model(ask.served))
+        case = self._case(ask, policy)
+        if self._mode == "off" or not (ask.slo.ttft_ms or ask.slo.tbt_ms):
+            return Admit(forecast=case.forecasted)
+        unreachable = case.unreachable
+        if unreachable is not None:
+            return degrade_unreachable(policy, unreachable)
+        share = policy.share_of(ask.priority)
+        enter, leave = share * policy.enter, share * policy.leave
+        short = self._short(ask, case.readings(), share, enter, leave)
+        if not short:
+            return Admit(forecast=case.forecasted)
+        return degrade(Overload(case=case, policy=policy, short=short, enter=enter, leave=leave))
+
+    def _short(
+        self, ask: Ask, readings: list[Reading], share: float, enter: float, leave: float
+    ) -> list[Shortage]:
+        """Which budgets have no room for ``ask``; every gate is told its load."""
+        short = []
+        for reading in readings:
+            key = GateKey(ask.served, reading.kind, ask.slo.name, share, ask.tenant)
+            is_over = self._gates.tell(key, reading.pool, enter, leave)
+            if is_over or reading.own > enter:
+                short.append(reading.kind)
+        return short
+
+    def _case(self, ask: Ask, policy: Policy) -> Case:
+        decoders = [
+            (beat, costs)
+            for beat in self._fleet.workers(ask.served, "decode")
+            if (costs := self._forecast.costs(beat)) is not None
+        ]
+        pool = Pool(
+            decoders=[beat for beat, _ in decoders],
+            costs=[costs for _, costs in decoders],
+            forecast=self._forecast,
+            books=self._books,
+            mode=self._mode,
+            horizon_ms=policy.horizon_s * 1000,
+        )
+        ahead = partial(self._books.ahead, ask.served, ask.tenant, ask.priority)
+        beats = self._fleet.workers(ask.served, "prefill")
+        room = prefill_room(beats, self._forecast, ask, ahead)
+        return Case(ask=ask, pool=pool, prefill=room)
+
+    # The books --------------------------------------------------------------------------------
 
     def charge(self, ask: Ask, max_tokens: int | None = None) -> None:
         """Charge a request that was admitted, with ``max_tokens`` where it was clamped. A request
         that :meth:`judge` told to wait is not charged."""
+        if ask.request_id in self._books:
+            return
+        policy = self._policies.of(_model(ask.served))
+        case = self._case(ask, policy)
+        self._books.charge(
+            Charge(
+                request_id=ask.request_id,
+                served=ask.served,
+                tenant=ask.tenant,
+                priority=ask.priority,
+                num_prompt=ask.num_prompt,
+                prefill_ms=0.0 if case.prefill is None else case.prefill.own_ms,
+                num_tokens=case.num_tokens(ask.max_tokens if max_tokens is None else max_tokens),
+                cap_tokens=case.cap_tokens,
+                token_ms=case.token_ms(),
+                pace_ms=ask.slo.tbt_ms,
+                num_choices=ask.num_choices,
+                charged_s=ask.now_s,
+            )
+        )
+        self._books.forget(ask.now_s)
 
     def place(self, request_id: str) -> None:
         """A worker was named for its prefill: its wait is now in the forecast, not in the queue
         of requests that nobody has yet."""
+        self._books.place(request_id)
 
     def hear_placed(self, placed: Placed, now_s: float) -> None:
-        """Another control process has placed a request."""
+        """A control process, this one or another, gave a request to a worker by name. One that is
+        not known yet is charged from that: its length from what answers were long before."""
+        if placed.role == "prefill" and placed.request_id not in self._books:
+            self._charge_unseen(placed.request_id, placed.served, placed.num_tokens, now_s)
+        self._books.place(placed.request_id)
 
     def hear_claim(self, claim: Claim, now_s: float) -> None:
-        """A worker has claimed one. A request that is not known yet is charged from the claim."""
+        """A worker has claimed one. It decodes from now on, or after its prefill."""
+        if claim.request_id not in self._books and claim.num_tokens:
+            self._charge_unseen(
+                claim.request_id, claim.served, claim.num_tokens, now_s, claim.max_tokens
+            )
+        prefill_ms = 0.0
+        if claim.role == "prefill":
+            charge = self._books.find(claim.request_id)
+            prefill_ms = 0.0 if charge is None else charge.prefill_ms
+        self._books.begin(claim.request_id, now_s + prefill_ms / 1000)
 
-    def settle(self, request_id: str, num_tokens: int | None = None) -> None:
-        """It ended with ``num_tokens`` generated, over all choices; None: it was cut off, refused
-        or moved away, which says nothing of lengths. Unknown ids are nothing."""
+    def settle(self, request_id: str) -> None:
+        """It ended, was cut off, refused or moved away. Unknown ids are nothing."""
+        self._books.settle(request_id)
+
+    def _charge_unseen(
+        self, request_id: str, served: str, num_tokens: int, now_s: float, max_tokens: int = 2**20
+    ) -> None:
+        """Charge what another control process has admitted, by its model's default class."""
+        policy = self._policies.of(_model(served))
+        ask = Ask(
+            request_id=request_id,
+            served=served,
+            num_prompt=max(1, num_tokens),
+            max_tokens=max_tokens,
+            slo=policy.default_slo,
+            now_s=now_s,
+            since_s=now_s,
+        )
+        self.charge(ask)
+
+
+def _model(served: str) -> str:
+    model, _ = subjects.split_served(served)
+    return model

@@ -1,0 +1,253 @@
+"""What was admitted and has not ended, as device time. Pure: the time is passed in.
+
+    charge   a request is let in: its prefill, and its decode within the horizon
+    place    some worker has it: its prefill is told by the forecast from here on
+    begin    it decodes: its charge runs down by a token per step, as far as nothing else is known
+    settle   it ended: what is left of its charge is given back
+
+A charge that nobody settles (its end was missed) is forgotten after ``MAX_AGE_S``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+MAX_AGE_S = 900.0  # no request has a later deadline
+
+
+@dataclass(slots=True, kw_only=True)
+class Charge:
+    """One request's.
+
+    Args:
+        prefill_ms: of its uncached prompt tokens, on the worker that would be done first.
+        num_tokens: that it is likely to generate, over all choices.
+        cap_tokens: how many of them the decode budget's horizon has room for.
+        token_ms: device time of each.
+        pace_ms: between two steps, when it decodes; each brings ``num_choices`` tokens.
+    """
+
+    request_id: str
+    served: str
+    tenant: str
+    priority: int
+    num_prompt: int
+    prefill_ms: float
+    num_tokens: float
+    cap_tokens: float
+    token_ms: float
+    pace_ms: float
+    charged_s: float
+    num_choices: int = 1
+    is_queued: bool = True  # no worker has it yet
+    begins_s: float | None = None  # to decode
+
+    @property
+    def whole_ms(self) -> float:
+        """Its decode charge, as long as it has not begun."""
+        return min(self.num_tokens, self.cap_tokens) * self.token_ms
+
+    def decode_ms(self, at_s: float) -> float:
+        """What is left of its decode charge at ``at_s``."""
+        left = self.num_tokens
+        if self.begins_s is not None and self.pace_ms > 0:
+            steps = max(0.0, at_s - self.begins_s) * 1000 / self.pace_ms
+            left = max(0.0, left - steps * self.num_choices)
+        return min(left, self.cap_tokens) * self.token_ms
+
+
+class Ahead(NamedTuple):
+    """Work that no worker has yet, before one request: device time, requests, prompt tokens."""
+
+    ms: float = 0.0
+    num: float = 0.0
+    tokens: float = 0.0
+
+
+NOTHING_AHEAD = Ahead()
+
+
+@dataclass(slots=True)
+class _Sum:
+    """Of the charges of one kind; exactly 0 when there are none."""
+
+    num: int = 0
+    ms: float = 0.0
+    tokens: int = 0  # of their prompts
+
+    def add(self, ms: float, tokens: int) -> None:
+        self.num += 1
+        self.ms += ms
+        self.tokens += tokens
+
+    def remove(self, ms: float, tokens: int) -> None:
+        self.num -= 1
+        self.tokens -= tokens
+        self.ms = max(0.0, self.ms - ms) if self.num else 0.0
+
+
+@dataclass(slots=True)
+class _Pool:
+    charges: dict[str, Charge] = field(default_factory=dict)
+    whole: _Sum = field(default_factory=_Sum)  # decode charges, as if none had begun
+    queued: dict[tuple[int, str], _Sum] = field(default_factory=dict)  # by priority and tenant
+
+
+class Books:
+    """The charges of all pools, by request id.
+
+    Cost: O(1) for each entry; O(tenants that wait) for :meth:`ahead`; O(charges of the pool)
+    for :meth:`decode_ms`.
+    """
+
+    def __init__(self) -> None:
+        self._pools: dict[str, _Pool] = {}
+        self._served: dict[str, str] = {}  # request -> pool, oldest first
+
+    def __len__(self) -> int:
+        return len(self._served)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._served
+
+    def charge(self, charge: Charge) -> bool:
+        """Enter a request; False when it is there already."""
+        if charge.request_id in self._served:
+            return False
+        self._served[charge.request_id] = charge.served
+        pool = self._pools.setdefault(charge.served, _Pool())
+        pool.charges[charge.request_id] = charge
+        pool.whole.add(charge.whole_ms, charge.num_prompt)
+        if charge.is_queued:
+            key = (charge.priority, charge.tenant)
+            pool.queued.setdefault(key, _Sum()).add(charge.prefill_ms, charge.num_prompt)
+        return True
+
+    def place(self, request_id: str) -> None:
+        """Some worker has it."""
+        found = self._find(request_id)
+        if found is not None:
+            self._unqueue(*found)
+
+    def begin(self, request_id: str, at_s: float) -> None:
+        """It decodes from ``at_s`` on; what was said before of that is corrected."""
+        found = self._find(request_id)
+        if found is not None:
+            self._unqueue(*found)
+            found[1].begins_s = at_s
+
+    def find(self, request_id: str) -> Charge | None:
+        """What stands here of a request."""
+        found = self._find(request_id)
+        return None if found is None else found[1]
+
+    def settle(self, request_id: str) -> Charge | None:
+        """Take it out; None when it is not here."""
+        found = self._find(request_id)
+        if found is None:
+            return None
+        pool, charge = found
+        self._unqueue(pool, charge)
+        pool.whole.remove(charge.whole_ms, charge.num_prompt)
+        del pool.charges[request_id], self._served[request_id]
+        if not pool.charges:
+            del self._pools[charge.served]
+        return charge
+
+    def forget(self, now_s: float) -> int:
+        """Drop what was charged over ``MAX_AGE_S`` ago; how many those were."""
+        old = []
+        for request_id, served in self._served.items():
+            if now_s - self._pools[served].charges[request_id].charged_s <= MAX_AGE_S:
+                break
+            old.append(request_id)
+        for request_id in old:
+            self.settle(request_id)
+        return len(old)
+
+    def ahead(self, served: str, tenant: str, priority: int, own_ms: float) -> Ahead:
+        """Prefill work that no worker has yet and that a new request would stand behind.
+
+        All of its own tenant's; of every other tenant as much as that one gets until the tenant's
+        own is done, for they take turns. Less urgent work is not counted.
+        """
+        pool = self._pools.get(served)
+        if pool is None or not pool.queued:
+            return NOTHING_AHEAD
+        by_tenant: dict[str, Ahead] = {}
+        for (urgency, whose), total in pool.queued.items():
+            if urgency >= priority:
+                before = by_tenant.get(whose, NOTHING_AHEAD)
+                by_tenant[whose] = _plus(before, total.ms, total.num, total.tokens)
+        found = by_tenant.pop(tenant, NOTHING_AHEAD)
+        turn_ms = found.ms + own_ms
+        for ms, num, tokens in by_tenant.values():
+            part = min(1.0, turn_ms / ms) if ms > 0 else 1.0
+            found = _plus(found, part * ms, part * num, part * tokens)
+        return found
+
+    def queued_ms(self, served: str) -> float:
+        """All prefill work that no worker has yet."""
+        pool = self._pools.get(served)
+        return 0.0 if pool is None else sum(total.ms for total in pool.queued.values())
+
+    def whole_ms(self, served: str) -> float:
+        """Decode charges as if no request had begun: at least :meth:`decode_ms`."""
+        pool = self._pools.get(served)
+        return 0.0 if pool is None else pool.whole.ms
+
+    def decode_ms(self, served: str, at_s: float) -> float:
+        """Decode charges as they will be at ``at_s``, if nothing is added."""
+        return sum(charge.decode_ms(at_s) for charge in self._charges(served))
+
+    def pools(self) -> list[str]:
+        """Those that have charges."""
+        return list(self._pools)
+
+    def _charges(self, served: str) -> Iterator[Charge]:
+        pool = self._pools.get(served)
+        return iter(()) if pool is None else iter(pool.charges.values())
+
+    def _find(self, request_id: str) -> tuple[_Pool, Charge] | None:
+        served = self._served.get(request_id)
+        if served is None:
+            return None
+        pool = self._pools[served]
+        return pool, pool.charges[request_id]
+
+    @staticmethod
+    def _unqueue(pool: _Pool, charge: Charge) -> None:
+        if not charge.is_queued:
+            return
+        charge.is_queued = False
+        key = (charge.priority, charge.tenant)
+        pool.queued[key].remove(charge.prefill_ms, charge.num_prompt)
+        if not pool.queued[key].num:
+            del pool.queued[key]
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError when a sum is not that of its charges."""
+        assert len(self._served) == sum(len(pool.charges) for pool in self._pools.values())
+        for served, pool in self._pools.items():
+            assert pool.charges, "an empty pool is dropped"
+            charges = list(pool.charges.values())
+            assert all(one.served == served for one in charges)
+            _check(pool.whole, [one.whole_ms for one in charges])
+            keys = {(one.priority, one.tenant) for one in charges if one.is_queued}
+            assert keys == pool.queued.keys(), "a queue too many, or one too few"
+            for key, total in pool.queued.items():
+                queued = [one for one in charges if one.is_queued]
+                mine = [one.prefill_ms for one in queued if (one.priority, one.tenant) == key]
+                _check(total, mine)
+
+
+def _plus(sum_: Ahead, ms: float, num: float, tokens: float) -> Ahead:
+    return Ahead(sum_.ms + ms, sum_.num + num, sum_.tokens + tokens)
+
+
+def _check(total: _Sum, parts: list[float]) -> None:
+    assert total.num == len(parts), "charges that were not counted"
+    assert total.ms >= 0, "a debt"
+    assert abs(total.ms - sum(parts)) <= 1e-6 * (1 + sum(parts)), "a sum of something else"

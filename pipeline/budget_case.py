@@ -1,0 +1,222 @@
+"""One request against the budgets of its pool, now and later. Pure.
+
+A case predicts; what follows from it is decided in ``budget.py`` (is it over?) and
+``degradation.py`` (what then?).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from pipeline.budget_books import Books
+from pipeline.forecast import Forecast
+from pipeline.pool_load import (
+    DecodeRoom,
+    Joining,
+    Need,
+    PrefillRoom,
+    decode_capacity_ms,
+    decode_rooms,
+    horizon_tokens,
+    token_ms,
+)
+from pipeline.verdict import Ask, Forecasted, Shortage
+from schemas.control import Beat
+from schemas.profiles import StepCosts
+
+EarlyRejection = Literal["predicted", "now", "off"]
+MAX_DRAIN_S = 60.0  # further nobody looks: workers may have come by then
+_FIRST_LOOK_S = 0.02
+_LOOKS = 5  # halvings between the last moment without room and the first with it
+
+
+class Reading(NamedTuple):
+    """One budget's load: as all see it, and beside this request's own part."""
+
+    kind: Shortage
+    pool: float
+    own: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """The live workers of a model that tell their costs, and what was admitted for them."""
+
+    decoders: Sequence[Beat]
+    costs: Sequence[StepCosts]  # of those that decode
+    forecast: Forecast
+    books: Books
+    mode: EarlyRejection
+    horizon_ms: float
+
+
+@dataclass(slots=True, kw_only=True)
+class Case:
+    """What there is of room for ``ask``.
+
+    Args:
+        prefill: None where no worker that prefills tells its costs.
+    """
+
+    ask: Ask
+    pool: Pool
+    prefill: PrefillRoom | None
+    _rooms: tuple[float, list[DecodeRoom]] | None = None
+
+    @property
+    def forecasted(self) -> Forecasted:
+        """For the log, and for who places it."""
+        if self.prefill is None or not math.isfinite(self.prefill.start_ms):
+            return Forecasted()
+        return Forecasted(
+            ttft_ms=self.prefill.ttft_ms,
+            prefill_ms=self.prefill.own_ms,
+            worker=self.prefill.worker,
+        )
+
+    @property
+    def horizon_ms(self) -> float:
+        """The decode budget's: never shorter than a request may take to begin."""
+        return max(self.pool.horizon_ms, self.ask.slo.ttft_ms)
+
+    def token_ms(self) -> float:
+        """Device time of one of its tokens."""
+        return token_ms(self.pool.costs, self.ask.num_prompt)
+
+    def num_tokens(self, max_tokens: int) -> float:
+        """That it is likely to generate."""
+        return self.pool.forecast.expected_tokens(self.ask.served, max_tokens)
+
+    @property
+    def cap_tokens(self) -> float:
+        """How many of its tokens the horizon has room for."""
+        tbt, num = self.ask.slo.tbt_ms, self.ask.num_choices
+        return horizon_tokens(math.inf, tbt, self.horizon_ms, num)
+
+    @property
+    def unreachable(self) -> Shortage | None:
+        """The target that an idle pool could not keep either."""
+        slo = self.ask.slo
+        if slo.ttft_ms and self.prefill and self.prefill.own_ms >= slo.ttft_ms:
+            return "ttft"
+        if slo.tbt_ms and self.pool.costs and self.pool.mode != "off":
+            need = self._need(self.ask.max_tokens)
+            least = min(
+                one.decode_base_ms
+                + (one.decode_context_ms * need.num_prompt + one.decode_sequence_ms)
+                * need.num_choices
+                for one in self.pool.costs
+            )
+            if least >= slo.tbt_ms:
+                return "tbt"
+        return None
+
+    # Loads ------------------------------------------------------------------------------------
+
+    def readings(self, wait_s: float = 0.0, max_tokens: int | None = None) -> list[Reading]:
+        """The loads of all budgets that its targets ask for, if it came ``wait_s`` later and
+        nobody before it."""
+        tokens = self.ask.max_tokens if max_tokens is None else max_tokens
+        return [*self._prefill(wait_s), *self._decode(wait_s, tokens)]
+
+    def _prefill(self, wait_s: float) -> Iterator[Reading]:
+        target, room = self.ask.slo.ttft_ms, self.prefill
+        if not target or room is None:
+            return
+        start = max(0.0, room.start_ms - wait_s * 1000)
+        later = PrefillRoom(worker=room.worker, start_ms=start, own_ms=room.own_ms)
+        yield Reading("ttft", start / target, later.load(target))
+
+    def _decode(self, wait_s: float, max_tokens: int) -> Iterator[Reading]:
+        slo = self.ask.slo
+        need = self._need(max_tokens)
+        rooms = self._rooms_at(self.ask.now_s + wait_s, wait_s) if self.pool.costs else []
+        if rooms:
+            room = min(rooms, key=lambda one: self._worst(one, need))
+            if slo.tbt_ms:
+                yield Reading("tbt", room.tbt_load(slo.tbt_ms), room.tbt_load(slo.tbt_ms, need))
+            yield Reading("kv", room.kv_load(), room.kv_load(need))
+        if slo.tbt_ms and self.pool.costs:
+            yield self._device_time(self.ask.now_s + wait_s, need)
+
+    def _worst(self, room: DecodeRoom, need: Need) -> float:
+        tbt = self.ask.slo.tbt_ms
+        return max(room.tbt_load(tbt, need) if tbt else 0.0, room.kv_load(need))
+
+    def _device_time(self, at_s: float, need: Need) -> Reading:
+        capacity = decode_capacity_ms(self.pool.costs, self.ask.slo.tbt_ms, self.horizon_ms)
+        served, books = self.ask.served, self.pool.books
+        used = books.whole_ms(served)
+        if used > capacity / 2:  # else it does not matter how far they have run down
+            used = books.decode_ms(served, at_s)
+        if capacity <= 0:
+            return Reading("decode", math.inf, math.inf)
+        left = max(capacity - need.num_tokens * self.token_ms(), capacity * 1e-3)
+        return Reading("decode", used / capacity, used / left)
+
+    def _need(self, max_tokens: int) -> Need:
+        ask = self.ask
+        return Need(
+            num_choices=ask.num_choices,
+            num_prompt=ask.num_prompt,
+            num_tokens=min(self.num_tokens(max_tokens), self.cap_tokens),
+        )
+
+    def _rooms_at(self, now_s: float, wait_s: float) -> list[DecodeRoom]:
+        """The batches that it would join: when its prefill is done, with those that are before it
+        in the queue; in mode ``now`` those of the moment when it is admitted."""
+        at_s, joining = now_s, Joining()
+        if self.pool.mode == "predicted" and self.prefill is not None:
+            start = max(0.0, self.prefill.start_ms - wait_s * 1000)
+            if math.isfinite(start):
+                at_s += (start + self.prefill.own_ms) / 1000
+            share = 1 / max(1, len(self.pool.decoders))
+            ahead = self.prefill.ahead
+            joining = Joining(ahead.num * share, ahead.tokens * share)
+        if self._rooms is None or self._rooms[0] != at_s:
+            rooms = decode_rooms(self.pool.decoders, self.pool.forecast, at_s, joining)
+            self._rooms = (at_s, rooms)
+        return self._rooms[1]
+
+    # Later ------------------------------------------------------------------------------------
+
+    def drain_s(self, pool_load: float, own_load: float) -> float | None:
+        """Until when, from now, all loads are at or under these, if nothing else is admitted.
+
+        Returns:
+            None when that can't be told: no worker is heard, or not within ``MAX_DRAIN_S``.
+        """
+        last, look = 0.0, max(_FIRST_LOOK_S, self._prefill_drain_s(pool_load, own_load))
+        if not math.isfinite(look):
+            return None
+        while not self._fits(look, pool_load, own_load):
+            if look >= MAX_DRAIN_S:
+                return None
+            last, look = look, min(look * 1.5, MAX_DRAIN_S)
+        for _ in range(_LOOKS if last else 0):
+            middle = (last + look) / 2
+            if self._fits(middle, pool_load, own_load):
+                look = middle
+            else:
+                last = middle
+        return look
+
+    def _fits(self, wait_s: float, pool_load: float, own_load: float) -> bool:
+        return all(
+            reading.pool <= pool_load + _ROUNDING and reading.own <= own_load + _ROUNDING
+            for reading in self.readings(wait_s)
+        )
+
+    def _prefill_drain_s(self, pool_load: float, own_load: float) -> float:
+        """The prefill queue flows off evenly: no need to look for that."""
+        target, room = self.ask.slo.ttft_ms, self.prefill
+        if not target or room is None:
+            return 0.0
+        may_start = min(pool_load * target, own_load * max(0.0, target - room.own_ms))
+        return max(0.0, room.start_ms - may_start) / 1000
+
+
+_ROUNDING = 1e-9

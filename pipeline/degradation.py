@@ -1,0 +1,142 @@
+"""What becomes of a request that is over budget: the rungs of its model's policy, in order. Pure.
+
+wait       until the budget is predicted to be under again, if that is within ``max_wait_s``
+clamp      fewer tokens, where memory or decode time is short and they would do
+fallback   another model answers
+refuse     429 with the time until the same request would be admitted
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pipeline.budget_case import Case
+from pipeline.policy import Policy, Rung
+from pipeline.verdict import Clamp, Fallback, Refuse, Shortage, Verdict, Wait
+from schemas import subjects
+from schemas.errors import MeshError, OverBudget, SloUnreachable
+
+UNKNOWN_S = 1.0  # told where nobody knows
+_CLAMPED: frozenset[Shortage] = frozenset(("kv", "decode"))  # what fewer tokens are good for
+_WORDS: dict[Shortage, str] = {
+    "ttft": "too much waits to be prefilled for the first token to come in time",
+    "tbt": "too many sequences would be decoded at once",
+    "decode": "the workers' decode time is used up",
+    "kv": "the workers' KV memory is used up",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overload:
+    """A case that does not fit.
+
+    Args:
+        short: the budgets that are over for it, the first in the order of a request's life.
+        enter, leave: loads, its share taken in.
+    """
+
+    case: Case
+    policy: Policy
+    short: Sequence[Shortage]
+    enter: float
+    leave: float
+
+    @property
+    def shortage(self) -> Shortage:
+        """What it is told."""
+        return self.short[0]
+
+    def drain_s(self) -> float | None:
+        """When it would be admitted: each budget that is over must be left, the others not
+        entered. ``leave`` for all is the later of both, and less to look for."""
+        return self.case.drain_s(self.leave, self.enter)
+
+
+def degrade(over: Overload) -> Verdict:
+    """The first rung that holds."""
+    for rung in over.policy.rungs:
+        found = _RUNGS[rung](over)
+        if found is not None:
+            return found
+    return _refuse(over)
+
+
+def degrade_unreachable(policy: Policy, shortage: Shortage) -> Verdict:
+    """Of a request whose times no idle worker could keep: only another model can help."""
+    if "fallback" in policy.rungs and policy.fallback:
+        return Fallback(model=policy.fallback, shortage=shortage)
+    return Refuse(
+        retry_after_s=None,
+        reason="no worker could keep the times asked for, had it nothing else to do",
+        shortage=shortage,
+    )
+
+
+def error_of(refused: Refuse, served: str) -> MeshError:
+    """What the client is told."""
+    model, _ = subjects.split_served(served)
+    if refused.retry_after_s is None:
+        field = "slo.ttft_ms" if refused.shortage == "ttft" else "slo.tbt_ms"
+        return SloUnreachable(f"{model}: {refused.reason}", param=field)
+    return OverBudget(
+        f"{model} is over its compute budget: {refused.reason}; "
+        f"try again in {refused.retry_after_s:.3g} s",
+        param="model",
+        retry_after_s=refused.retry_after_s,
+    )
+
+
+def _wait(over: Overload) -> Verdict | None:
+    ask = over.case.ask
+    drain_s = over.drain_s()
+    pause_s = UNKNOWN_S if drain_s is None else drain_s
+    if ask.now_s + pause_s - ask.since_s > over.policy.max_wait_s:
+        return None
+    return Wait(until_s=ask.now_s + pause_s, shortage=over.shortage)
+
+
+def _clamp(over: Overload) -> Verdict | None:
+    """The most tokens with which the budget would be left again, at least the floor; that one
+    holds while the budget is not entered."""
+    ask = over.case.ask
+    floor = max(over.policy.clamp_floor * ask.num_choices, ask.min_tokens)
+    if floor >= ask.max_tokens or not _CLAMPED.issuperset(over.short):
+        return None
+    if not _fits(over, floor, over.enter):
+        return None
+    low, high = floor, ask.max_tokens - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _fits(over, middle, over.leave):
+            low = middle
+        else:
+            high = middle - 1
+    return Clamp(max_tokens=low, shortage=over.shortage, forecast=over.case.forecasted)
+
+
+def _fits(over: Overload, max_tokens: int, limit: float) -> bool:
+    return all(reading.own <= limit for reading in over.case.readings(0.0, max_tokens))
+
+
+def _fallback(over: Overload) -> Verdict | None:
+    if not over.policy.fallback:
+        return None
+    return Fallback(model=over.policy.fallback, shortage=over.shortage)
+
+
+def _refuse(over: Overload) -> Verdict:
+    drain_s = over.drain_s()
+    return Refuse(
+        retry_after_s=UNKNOWN_S if drain_s is None else drain_s,
+        reason=_WORDS[over.shortage],
+        shortage=over.shortage,
+    )
+
+
+_RUNGS: dict[Rung, Callable[[Overload], Verdict | None]] = {
+    "wait": _wait,
+    "clamp": _clamp,
+    "fallback": _fallback,
+    "refuse": _refuse,
+}

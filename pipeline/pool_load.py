@@ -1,0 +1,216 @@
+"""How much room a pool's workers have for one request, as predicted. Pure.
+
+    prefill   workers begin to be free one after the other; what nobody has yet flows to whoever is
+              free first, like water into a vessel with steps:
+
+                  wait      ▁▁▁▂▂▂▅▅▅        of three workers
+                  level     ▃▃▃▃▃▃▅▅▅        after the queued work was shared out: a new prompt
+                                             begins there at the earliest
+
+    decode    what a batch's steps may still take (TBT target less what a step takes in any case),
+              and the tokens that its KV cache has room for
+
+A load is the used part of what a request could wait for or share: 1 is full, whatever the request's
+own size is. So a long prompt is refused for what is before it, not for being long.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pipeline.budget_books import NOTHING_AHEAD, Ahead
+from pipeline.cost_model import prefill_ms
+from pipeline.forecast import Forecast
+from pipeline.verdict import Ask
+from schemas.control import Beat
+from schemas.profiles import StepCosts
+
+MAX_WEIGHED = 32  # decode workers, for one request
+UNSEEN_TOKENS = 512.0  # of an answer, that room is kept for, where no pace says how many
+
+
+def level_ms(waits_ms: Sequence[float], queued_ms: float) -> float:
+    """When the first worker is free after ``queued_ms`` of work was shared out: infinite when no
+    worker is."""
+    free = sorted(wait for wait in waits_ms if math.isfinite(wait))
+    if not free:
+        return math.inf
+    level, left = free[0], queued_ms
+    for number, wait in enumerate([*free[1:], math.inf], 1):
+        step = (wait - level) * number
+        if left <= step:
+            return level + left / number
+        level, left = wait, left - step
+    raise AssertionError("the last step is endless")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillRoom:
+    """For one request: on the worker that would be done with its prompt first."""
+
+    worker: str
+    start_ms: float  # from now until it begins; infinite: no worker was heard lately
+    own_ms: float  # its own computing there
+    ahead: Ahead = NOTHING_AHEAD
+
+    @property
+    def ttft_ms(self) -> float:
+        """From now to its first token."""
+        return self.start_ms + self.own_ms
+
+    def load(self, target_ms: float) -> float:
+        """How much of the time that it may wait is taken; infinite when it could not be served in
+        time by an idle worker either."""
+        return _ratio(self.start_ms, target_ms - self.own_ms)
+
+
+def prefill_room(
+    beats: Sequence[Beat], forecast: Forecast, ask: Ask, ahead: Callable[[float], Ahead]
+) -> PrefillRoom | None:
+    """Where ``ask`` would be prefilled first; None where no worker tells its costs.
+
+    Args:
+        ahead: the queued work that it stands behind, given its own milliseconds.
+    """
+    known = [(beat, costs) for beat in beats if (costs := forecast.costs(beat)) is not None]
+    if not known:
+        return None
+    owns = [_own_ms(costs, ask, beat.worker) for beat, costs in known]
+    waits = [_wait_ms(forecast, beat, ask.now_s) for beat, _ in known]
+    before = ahead(min(owns))
+    level = level_ms(waits, before.ms)
+    starts = [max(wait, level) for wait in waits]
+    best = min(range(len(known)), key=lambda i: (starts[i] + owns[i], owns[i]))
+    return PrefillRoom(
+        worker=known[best][0].worker, start_ms=starts[best], own_ms=owns[best], ahead=before
+    )
+
+
+def _wait_ms(forecast: Forecast, beat: Beat, now_s: float) -> float:
+    wait = forecast.prefill_wait_ms(beat, now_s)
+    return math.inf if wait is None else wait
+
+
+def _own_ms(costs: StepCosts, ask: Ask, worker: str) -> float:
+    cached = min(ask.num_cached.get(worker, 0), ask.num_prompt - 1)  # one is computed always
+    return prefill_ms(costs, ask.num_prompt - cached, cached)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """What a request takes of a decode worker."""
+
+    num_choices: int
+    num_prompt: int
+    num_tokens: float  # that it will have generated while it shares the worker with today's others
+
+    @property
+    def kv_tokens(self) -> float:
+        """Of KV memory; choices share their prompt."""
+        return self.num_prompt + self.num_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeRoom:
+    """One worker's batch at a moment to come."""
+
+    costs: StepCosts
+    num_sequences: float
+    context_tokens: float
+    used_tokens: float
+    total_tokens: int  # 0: it does not say how much memory it has
+
+    @property
+    def shared_ms(self) -> float:
+        """What its sequences take of a step."""
+        costs = self.costs
+        return (
+            costs.decode_context_ms * self.context_tokens
+            + costs.decode_sequence_ms * self.num_sequences
+        )
+
+    def tbt_load(self, target_ms: float, need: Need | None = None) -> float:
+        """How much of a step's time others take, of what there is beside the request itself."""
+        own = 0.0
+        if need is not None:
+            context = self.costs.decode_context_ms * need.num_prompt
+            own = (context + self.costs.decode_sequence_ms) * need.num_choices
+        return _ratio(self.shared_ms, target_ms - self.costs.decode_base_ms - own)
+
+    def kv_load(self, need: Need | None = None) -> float:
+        """How much memory others take, of what there is beside the request itself."""
+        if not self.total_tokens:
+            return 0.0
+        own = 0.0 if need is None else need.kv_tokens
+        return _ratio(self.used_tokens, max(self.total_tokens - own, 1.0))
+
+
+class Joining(NamedTuple):
+    """What nobody has yet and each decode worker will get before the request itself."""
+
+    num_sequences: float = 0.0
+    num_tokens: float = 0.0  # of their prompts
+
+
+def decode_rooms(
+    beats: Sequence[Beat], forecast: Forecast, at_s: float, joining: Joining
+) -> list[DecodeRoom]:
+    """Of each worker that tells its costs, as predicted for ``at_s``. Of many workers only those
+    are weighed that have the least to do now."""
+    rooms = []
+    if len(beats) > MAX_WEIGHED:
+        beats = heapq.nsmallest(MAX_WEIGHED, beats, key=_burden)
+    for beat in beats:
+        costs = forecast.costs(beat)
+        if costs is None:
+            continue
+        batch = forecast.decode_at(beat, at_s)
+        total = beat.load.num_blocks * beat.block_size
+        rooms.append(
+            DecodeRoom(
+                costs=costs,
+                num_sequences=batch.num_sequences + joining.num_sequences,
+                context_tokens=batch.context_tokens + joining.num_tokens,
+                used_tokens=max(0, total - batch.free_tokens) + joining.num_tokens,
+                total_tokens=total,
+            )
+        )
+    return rooms
+
+
+def _burden(beat: Beat) -> tuple[int, int]:
+    return beat.load.context_tokens, beat.load.num_running
+
+
+def _ratio(used: float, room: float) -> float:
+    """``used / room``; with no room at all infinite, even for the first."""
+    if room <= 0:
+        return math.inf
+    return used / room
+
+
+def token_ms(costs: Sequence[StepCosts], context_tokens: float) -> float:
+    """Device time of one token of one sequence, as the workers have it on average: what it adds to
+    a step. What a step takes in any case is no request's own."""
+    if not costs:
+        return 0.0
+    each = [one.decode_context_ms * context_tokens + one.decode_sequence_ms for one in costs]
+    return sum(each) / len(each)
+
+
+def decode_capacity_ms(costs: Sequence[StepCosts], tbt_ms: float, horizon_ms: float) -> float:
+    """Device time that the workers have for sequences within ``horizon_ms`` when each step keeps
+    to ``tbt_ms``; infinite without a target."""
+    if not tbt_ms:
+        return math.inf
+    return sum(max(0.0, 1 - one.decode_base_ms / tbt_ms) * horizon_ms for one in costs)
+
+
+def horizon_tokens(num_tokens: float, tbt_ms: float, horizon_ms: float, num_choices: int) -> float:
+    """How many of ``num_tokens`` come within the horizon."""
+    room = num_choices * (horizon_ms / tbt_ms if tbt_ms else UNSEEN_TOKENS)
+    return min(num_tokens, room)
