@@ -1,0 +1,1 @@
+"""Profiles that are shipped, one TOML file each: classes of hardware, from published figures."""
