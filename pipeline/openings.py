@@ -1,0 +1,175 @@
+"""Whether a pool of workers could use another request soon. Pure: the time is passed in.
+
+A request is let go only when some worker will have room before it would be missed: what lies in a
+worker's queue has lost its place in the fair order. A worker is *open* when
+
+    its prompts      the predicted wait there is at most ``ahead_ms``: with what it has it is busy
+                     until the next beat, or the next request, reaches it
+    its places       fewer tasks are on their way to it, placed and not yet claimed, than it has
+                     free places, and some more that replace what ends meanwhile
+
+Claims and ends are heard at once, so the second account is exact; the first is a prediction. Of a
+worker whose costs are not known the number of waiting sequences takes the place of the time. One
+whose beat is stale is not open. A pool without any worker is: the durable queue waits for them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+
+from pipeline.cost_model import prefill_ms
+from pipeline.fleet import Fleet
+from pipeline.forecast import Forecast
+from schemas.control import Beat
+from schemas.subjects import ANY
+
+# How far ahead of a worker's need. Over a beat's time (500 ms) half of it may be mispredicted
+# before a worker idles; two tenants by turns wait for each other's share of it.
+AHEAD_MS = 250.0
+_MAX_AHEAD = 32  # tasks on their way to one worker: at 5 ms each, 6,000 a second
+_FULL_AHEAD = 4  # to one without a free place: its next ones, when some end at once
+_UNKNOWN_DEPTH = 16  # sequences that may wait at a worker without costs
+_MAX_HELD = 262_144  # requests whose end is awaited
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """A request that was let go and that no worker has claimed."""
+
+    served: str
+    worker: str  # or ``any``
+    prefill_ms: float  # predicted, where it may be any worker's
+
+
+class Openings:
+    """What is on its way to which worker, and who holds what.
+
+    Args:
+        ahead_ms: how much work a worker may have in front of it and still be open.
+    """
+
+    def __init__(self, fleet: Fleet, forecast: Forecast, *, ahead_ms: float = AHEAD_MS) -> None:
+        self._fleet = fleet
+        self._forecast = forecast
+        self._ahead_ms = ahead_ms
+        self._tasks: OrderedDict[str, _Task] = OrderedDict()
+        self._num_tasks: Counter[tuple[str, str]] = Counter()  # by pool and worker
+        self._any_ms: dict[str, float] = {}  # of those for ``any``, by pool
+        self._held: OrderedDict[str, str] = OrderedDict()  # claimed request -> worker
+        self._num_held: Counter[str] = Counter()
+
+    # What is heard ---------------------------------------------------------------------------
+
+    def sent(self, request_id: str, served: str, worker: str, num_uncached: int = 0) -> None:
+        """A task of a request was placed, here or by another control process."""
+        self._forget_task(request_id)
+        if request_id in self._held:
+            return  # its claim was faster than this news
+        took_ms = self._prefill_ms(served, num_uncached) if worker == ANY else 0.0
+        self._tasks[request_id] = _Task(served, worker, took_ms)
+        self._num_tasks[served, worker] += 1
+        if worker == ANY:
+            self._any_ms[served] = self._any_ms.get(served, 0.0) + took_ms
+        if len(self._tasks) > _MAX_HELD:
+            self._forget_task(next(iter(self._tasks)))
+
+    def claimed(self, request_id: str, worker: str) -> None:
+        """``worker`` holds a request from now on."""
+        self._forget_task(request_id)
+        self._let_go(request_id)
+        self._held[request_id] = worker
+        self._num_held[worker] += 1
+        if len(self._held) > _MAX_HELD:
+            self._let_go(next(iter(self._held)))
+
+    def ended(self, request_id: str) -> None:
+        """A request is over."""
+        self._forget_task(request_id)
+        self._let_go(request_id)
+
+    # What is asked ---------------------------------------------------------------------------
+
+    def is_open(self, served: str, now_s: float) -> bool:
+        """Whether some worker of the pool will have room soon, or there is none at all."""
+        return self.opens_s(served, now_s) <= now_s
+
+    def opens_s(self, served: str, now_s: float) -> float:
+        """When some worker will be open, as far as time alone brings it: ``now_s`` if one is,
+        infinite if none will be without news."""
+        beats = self._fleet.workers(served, "prefill")
+        if not beats:
+            return now_s
+        first_s = math.inf
+        for beat in beats:
+            first_s = min(first_s, self._opens_s(beat, len(beats), now_s))
+            if first_s <= now_s:
+                break
+        return first_s
+
+    def _opens_s(self, beat: Beat, num_workers: int, now_s: float) -> float:
+        if not self._has_place(beat, num_workers):
+            return math.inf
+        wait_ms = self._forecast.prefill_wait_ms(beat, now_s)
+        depth = self._forecast.queue_depth(beat, now_s)
+        if wait_ms is None:
+            depth += self._num_tasks[beat.served, ANY] / num_workers
+            return now_s if depth < _UNKNOWN_DEPTH else math.inf
+        if math.isinf(wait_ms):
+            return math.inf  # it is stale
+        wait_ms -= _shared_base_ms(beat, depth)
+        wait_ms += self._any_ms.get(beat.served, 0.0) / num_workers
+        return now_s + max(0.0, wait_ms - self._ahead_ms) / 1000
+
+    def _has_place(self, beat: Beat, num_workers: int) -> bool:
+        load = beat.load
+        num_places = load.num_running + load.num_waiting + load.num_free_slots
+        num_free = num_places - self._num_held[beat.worker]
+        num_shared = self._num_tasks[beat.served, ANY] / num_workers
+        num_coming = self._num_tasks[beat.served, beat.worker] + num_shared
+        return num_coming < min(max(num_free, _FULL_AHEAD), _MAX_AHEAD)
+
+    def _prefill_ms(self, served: str, num_uncached: int) -> float:
+        """On the slowest worker that tells its costs: whoever takes it."""
+        beats = self._fleet.workers(served, "prefill")
+        costs = [self._forecast.costs(beat) for beat in beats]
+        return max((prefill_ms(one, num_uncached) for one in costs if one), default=0.0)
+
+    def _forget_task(self, request_id: str) -> None:
+        task = self._tasks.pop(request_id, None)
+        if task is None:
+            return
+        key = task.served, task.worker
+        self._num_tasks[key] -= 1
+        if not self._num_tasks[key]:
+            del self._num_tasks[key]
+        if task.worker == ANY:
+            self._any_ms[task.served] -= task.prefill_ms
+            if (task.served, ANY) not in self._num_tasks:
+                del self._any_ms[task.served]
+
+    def _let_go(self, request_id: str) -> None:
+        worker = self._held.pop(request_id, None)
+        if worker is None:
+            return
+        self._num_held[worker] -= 1
+        if not self._num_held[worker]:
+            del self._num_held[worker]
+
+    def check_invariants(self) -> None:
+        """The counts are those of the lists; nothing is both on its way and held."""
+        assert not self._tasks.keys() & self._held.keys()
+        tasks = Counter((task.served, task.worker) for task in self._tasks.values())
+        assert tasks == self._num_tasks
+        assert Counter(self._held.values()) == self._num_held
+        assert set(self._any_ms) == {served for served, worker in tasks if worker == ANY}
+
+
+def _shared_base_ms(beat: Beat, depth: float) -> float:
+    """What a prediction has too much of: it adds up whole prefills, and prompts that come together
+    share steps. Of those sent since the beat each pays for a step of its own in it."""
+    num_since = depth - beat.load.num_waiting
+    if beat.costs is None or num_since <= 1:
+        return 0.0
+    return beat.costs.prefill_base_ms * (num_since - 1)
