@@ -13,6 +13,7 @@ fitted as it runs::
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -74,6 +75,15 @@ def predicted_ms(costs: StepCosts, sample: StepSample) -> float:
     """How long the step should have taken."""
     prefill = prefill_step_ms(costs, sample.num_tokens, sample.num_squares)
     return prefill + decode_step_ms(costs, sample.num_sequences, sample.context_tokens)
+
+
+def pace_of(costs: StepCosts, samples: Sequence[StepSample], part: Part) -> float | None:
+    """How many times as long as predicted steps took that did nothing but ``part``: the median, or
+    that of steps which did it as well where there are no such. None: no sample, no prediction."""
+    concerned = [one for one in samples if part in _parts_of(one)]
+    alone = [one for one in concerned if len(_parts_of(one)) == 1] or concerned
+    ratios = [one.ms / predicted_ms(costs, one) for one in alone if predicted_ms(costs, one) > 0]
+    return statistics.median(ratios) if ratios else None
 
 
 def with_part(costs: StepCosts, part: Part, source: StepCosts) -> StepCosts:

@@ -12,6 +12,7 @@ what it adds to the whole, so that a prompt costs its tokens and squares once, h
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import msgspec
@@ -26,6 +27,26 @@ FREE: Final = StepCosts(
     decode_context_ms=0.0,
     decode_sequence_ms=0.0,
 )
+
+# Of a worker that never did a thing: it would take for ever.
+UNKNOWN: Final = StepCosts(
+    prefill_base_ms=math.inf,
+    prefill_token_ms=math.inf,
+    prefill_square_ms=0.0,
+    decode_base_ms=math.inf,
+    decode_context_ms=0.0,
+    decode_sequence_ms=math.inf,
+)
+
+
+def knows_prefill(costs: StepCosts | None) -> bool:
+    """Whether they say how long a prompt takes; a decode worker may not know that of itself."""
+    return costs is not None and math.isfinite(costs.prefill_base_ms)
+
+
+def knows_decode(costs: StepCosts | None) -> bool:
+    """Whether they say how long a decode step takes."""
+    return costs is not None and math.isfinite(costs.decode_base_ms)
 
 
 def chunk_squares(start: int, end: int) -> int:

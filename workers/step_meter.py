@@ -1,23 +1,205 @@
-"""How long this worker's steps take, as far as it knows."""
+"""What this worker's steps cost: chosen, learned from those that it makes, or out of a profile.
+
+::
+
+    engine's thread    note()   every step, into a bucket of steps of about its shape
+    any other          learn()  every few seconds: costs fitted to what the buckets hold
+    beats, Load        costs    the fit where it is good enough, else the profile at the pace that
+                                was measured, else None
+
+Buckets keep a worker that has decoded for an hour from forgetting what a prompt costs, and weigh
+shapes alike that are rare and frequent.
+"""
 
 from __future__ import annotations
 
-from schemas.profiles import StepCosts
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from pipeline.cost_fit import (
+    PARTS,
+    CostFit,
+    Part,
+    PoorSamples,
+    StepSample,
+    fit_costs,
+    pace_of,
+    with_part,
+)
+from pipeline.cost_model import UNKNOWN, chunk_squares, scaled
+from schemas.profiles import StepCosts, WorkerProfile
+
+if TYPE_CHECKING:
+    from workers.engine.scheduler import Chunk
+
+_KEPT = 8  # steps of one shape
+_KEPT_MIXED = 64  # steps that prefill and decode, of all shapes together
+_MIXED: Final = -1
+_MEMORY_S = 900.0  # older steps say nothing of what the machine does now
+_LEARN_S = 2.0  # between two fits, each of which takes some milliseconds
+_FEWEST_NEW = 4  # steps since the last fit
+_MOST_ERROR = 0.3  # mean relative error of a fit that is told to others
+_MOST_PACE = 20.0  # a profile that is further off is not this worker's
+
+
+class StepShape(NamedTuple):
+    """What a step computes; see ``StepSample``."""
+
+    num_tokens: int
+    num_squares: int
+    context_tokens: int
+    num_sequences: int
+
+
+class _Noted(NamedTuple):
+    """A step as it was noted."""
+
+    shape: StepShape
+    seconds: float
+    at_s: float
+
+
+def step_shape(chunks: Sequence[Chunk]) -> StepShape:
+    """Of a step that is scheduled and not yet completed: chunks of one position that follows others
+    are decodes."""
+    num_tokens = num_squares = context = num_sequences = 0
+    for chunk in chunks:
+        start, count = chunk.sequence.num_computed_tokens, chunk.count
+        if count == 1 and start:
+            num_sequences += 1
+            context += start + 1
+        else:
+            num_tokens += count
+            num_squares += chunk_squares(start, start + count)
+    return StepShape(num_tokens, num_squares, context, num_sequences)
 
 
 class StepMeter:
-    """The costs of one engine's steps.
+    """The costs of one engine's steps. One thread notes, one at a time learns, any reads.
+
+    Args:
+        parts: what the worker does: its costs are known when these are.
 
     Attributes:
-        costs: None: nothing is known.
+        costs: None: nothing is known. A part that is not among ``parts`` may be infinite.
+        profile: the name of the profile that it began with; "" without one.
+        pace: by part, how many times as long the steps since the last fit took as they should
+            have by ``costs``.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, parts: Sequence[Part] = PARTS, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.parts = tuple(parts)
         self.costs: StepCosts | None = None
+        self.profile = ""
+        self.pace: dict[Part, float] = {}
+        self._is_chosen = False
+        self._first: StepCosts | None = None  # of the profile
+        self._clock = clock
+        self._buckets: dict[int, deque[_Noted]] = {}
+        self._num_noted = self._num_learned = 0
+        self._learned_s = clock()
 
     @classmethod
     def of_known(cls, costs: StepCosts) -> StepMeter:
-        """Of an engine whose costs are chosen, not measured."""
+        """Of an engine whose costs are chosen: it has nothing to learn."""
         meter = cls()
         meter.costs = costs
+        meter._is_chosen = True
         return meter
+
+    def begin_with(self, profile: WorkerProfile) -> None:
+        """Take the profile's costs until better ones are known."""
+        self.profile = profile.name
+        if not self._is_chosen:
+            self._first = self.costs = profile.costs
+
+    def note(self, shape: StepShape, seconds: float) -> None:
+        """A step took so long. From the engine's thread; a microsecond or two per step."""
+        if self._is_chosen or not (shape.num_tokens or shape.num_sequences):
+            return
+        key = _bucket_of(shape)
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            bucket = deque(maxlen=_KEPT_MIXED if key == _MIXED else _KEPT)
+            self._buckets = {**self._buckets, key: bucket}  # another thread may walk the old one
+        bucket.append(_Noted(shape, seconds, self._clock()))
+        self._num_noted += 1
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to learn, and there is something new."""
+        has_news = self._num_noted - self._num_learned >= _FEWEST_NEW
+        return has_news and self._clock() - self._learned_s >= _LEARN_S
+
+    def learn(self) -> CostFit | None:
+        """Fit ``costs`` to what was noted, in some milliseconds; None where that is not enough, or
+        where the fit is too bad."""
+        since_s, now_s = self._learned_s, self._clock()
+        self._num_learned, self._learned_s = self._num_noted, now_s
+        noted = [one for bucket in self._buckets.values() for one in bucket.copy()]
+        if self.costs is not None:
+            recent = _samples(noted, since_s)
+            paces = {part: pace_of(self.costs, recent, part) for part in self.parts}
+            self.pace = {part: pace for part, pace in paces.items() if pace is not None}
+        samples = _samples(noted, now_s - _MEMORY_S)
+        others = self._paced(samples)
+        fit = _good_fit(samples, others)
+        known = set(fit.parts) if fit is not None else set()
+        if self._first is not None or known >= set(self.parts):
+            self.costs = others if fit is None else fit.costs
+        return fit
+
+    def samples(self) -> list[StepSample]:
+        """All that was noted and is still kept."""
+        return _samples([one for bucket in self._buckets.values() for one in bucket.copy()], 0.0)
+
+    def _paced(self, samples: Sequence[StepSample]) -> StepCosts:
+        """The profile's costs, each part at the pace of its steps; unknown without a profile."""
+        if self._first is None:
+            return UNKNOWN
+        costs = self._first
+        for part in PARTS:
+            pace = pace_of(self._first, samples, part)
+            if pace is not None and 1 / _MOST_PACE < pace < _MOST_PACE:
+                costs = with_part(costs, part, scaled(self._first, pace))
+        return costs
+
+
+def _good_fit(samples: Sequence[StepSample], others: StepCosts) -> CostFit | None:
+    """A fit with an error that is fit to be seen; a part whose error is not is one of ``others``.
+    None: that holds for both, or no part can be fitted."""
+    try:
+        fit = fit_costs(samples, others)
+    except PoorSamples:
+        return None
+    errors = {"prefill": fit.prefill_error, "decode": fit.decode_error}
+    good = tuple(part for part in fit.parts if errors[part] <= _MOST_ERROR)
+    costs = fit.costs
+    for part in PARTS:
+        if part not in good:
+            costs = with_part(costs, part, others)
+    if not good:
+        return None
+    return CostFit(
+        costs=costs,
+        parts=good,
+        prefill_error=fit.prefill_error,
+        decode_error=fit.decode_error,
+    )
+
+
+def _samples(noted: Sequence[_Noted], since_s: float) -> list[StepSample]:
+    return [StepSample(*one.shape, one.seconds * 1e3) for one in noted if one.at_s >= since_s]
+
+
+def _bucket_of(shape: StepShape) -> int:
+    """Steps of one bucket are within a factor of two of each other, in every respect."""
+    if not shape.num_sequences:
+        return shape.num_tokens.bit_length() << 16 | shape.num_squares.bit_length()
+    if shape.num_tokens:
+        return _MIXED
+    return shape.num_sequences.bit_length() << 8 | shape.context_tokens.bit_length()

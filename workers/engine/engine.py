@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import structlog
 
 from infra.transport.shm import SharedPool
-from pipeline.cost_model import chunk_squares, prefill_step_ms
+from pipeline.cost_model import chunk_squares, knows_prefill, prefill_step_ms
 from schemas.control import Load
 from schemas.errors import EngineFailed, NoCapacity
 from schemas.requests import SamplingParams
@@ -37,7 +37,7 @@ from workers.kv.api import BlockEvents
 from workers.kv.mover import BlockMover
 from workers.kv.pace import Pace
 from workers.kv.tally import TierTally
-from workers.step_meter import StepMeter
+from workers.step_meter import StepMeter, step_shape
 
 __all__ = ["Engine", "EngineConfig"]
 
@@ -188,6 +188,7 @@ class Engine:
 
     def step(self) -> StepReport:
         """Schedule, run, sample, report."""
+        started_s = self.pace.clock()
         self.collect()
         report = StepReport()
         report.finished += [ended.finished() for ended in self._ended.values()]
@@ -195,6 +196,7 @@ class Engine:
         chunks = self.scheduler.schedule()
         self._is_stalled = not chunks
         chunks = self._find_allowed(self._copy_blocks(chunks, report), report)
+        shape = step_shape(chunks)
         with self.pace.step(prefilled(chunks)):
             outcomes = execute(self.runner, chunks, self._requests)
         for chunk, outcome in zip(chunks, outcomes, strict=True):
@@ -209,6 +211,7 @@ class Engine:
             has_ended = outcome is not None and self._take_token(active, chunk, outcome, report)
             if has_ended or active.request.hold_after_first:
                 self._settle(active, report)
+        self.meter.note(shape, self.pace.clock() - started_s)
         return report
 
     def _copy_blocks(self, chunks: list[Chunk], report: StepReport) -> list[Chunk]:
@@ -325,15 +328,16 @@ class Engine:
 
     def _waiting_ms(self, to_compute: list[Sequence]) -> float:
         """How long it takes to compute these, in steps as full as may be; what the pool has of them
-        takes nothing."""
+        takes nothing, and the last token after that is a decode."""
         costs = self.meter.costs
-        if costs is None:
+        if costs is None or not knows_prefill(costs):
             return 0.0
         num_tokens = num_squares = 0
         for sequence in to_compute:
             start, end = self.scheduler.reuse.num_found(sequence), len(sequence.token_ids)
-            num_tokens += end - start
-            num_squares += chunk_squares(start, end)
+            if end - start > 1 or not start:
+                num_tokens += end - start
+                num_squares += chunk_squares(start, end)
         num_steps = -(-num_tokens // self.config.max_batch_tokens)
         return prefill_step_ms(costs, num_tokens, num_squares, num_steps=num_steps)
 
