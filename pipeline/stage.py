@@ -4,7 +4,8 @@ This file alone pulls, checks deadlines, decodes, calls, publishes, and *then* a
 ends in exactly one of: what the handler says comes next; a terminal entry on the request's chain;
 another delivery; a dead letter. Which one, by what the handler does:
 
-    returns Handled                   its messages are stored, one after the other, then the ack
+    returns Handled                   its messages are stored, one after the other, then the ack;
+                                      with ``then``, that is waited for between the two
     raises a retryable MeshError      delivered again after a pause (BusUnavailable, NoCapacity)
     raises another MeshError          StreamError on the chain: the client hears of it
     raises anything else              delivered again a few times; then dead letter, StreamError
@@ -21,79 +22,38 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from nats.js.api import ConsumerConfig
 
-from infra.bus import Bus, WorkMessage, WorkPull, load_payload, publish_work
-from infra.log import Logger
+from infra.bus import WorkMessage, WorkPull, load_payload, publish_work
 from infra.metrics import Metrics
 from infra.pulse import next_pulse
 from infra.steady import Counter
 from infra.task_scope import task_scope
-from pipeline.claim_chain import ClaimChain
-from pipeline.dead_letters import bury, known_request
-from schemas import subjects
-from schemas.codec import Message, decode, encode, tag_of
-from schemas.decode import DecodeTask
-from schemas.errors import BusUnavailable, EngineFailed, MeshError, QueueFull, SchemaError
-from schemas.headers import REQUEST, SCHEMA, WorkHeaders
-from schemas.kv import KvReady
-from schemas.prefill import PrefillTask
-from schemas.tokens import Expired, StreamError
+from pipeline.endings import CRASH_LIMIT, Endings, StageContext
+from pipeline.work import Handled, Handler, Outgoing, Parser, Work, parse_as
+from schemas.codec import Message, encode, tag_of
+from schemas.errors import BusUnavailable, MeshError, QueueFull
+from schemas.headers import WorkHeaders
 
-CRASH_LIMIT = 3  # deliveries of a message whose handler raises what it should not
-_RETRY_S = (0.05, 0.2, 0.5, 1.0)
+__all__ = [
+    "CRASH_LIMIT",
+    "Handled",
+    "Handler",
+    "Outgoing",
+    "Parser",
+    "Stage",
+    "StageContext",
+    "Work",
+    "parse_as",
+]
 
 T = TypeVar("T", bound=Message)
-Task = TypeVar("Task", bound=PrefillTask | DecodeTask | KvReady)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outgoing:
-    """A message to store before the ack.
-
-    ``msg_id`` makes the broker drop a repeat: <request>.<stage>.<epoch>. Work messages carry
-    headers (``epoch`` is set); messages to readers carry none.
-    """
-
-    subject: str
-    message: Message
-    msg_id: str
-    epoch: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Handled:
-    """The regular end of a message. ``outcome`` is a word for log and metrics."""
-
-    outcome: str
-    publish: tuple[Outgoing, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work(Generic[T]):
-    """A decoded work message with its checked headers."""
-
-    subject: str
-    message: T
-    headers: WorkHeaders
-
-
-Handler = Callable[[Work[T]], Awaitable[Handled]]
-Parser = Callable[[WorkMessage, bytes], Work[T]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageContext:
-    """What every stage of a process shares."""
-
-    bus: Bus
-    chain: ClaimChain
-    metrics: Metrics
-    log: Logger
-    process: str
+class _TooLate(Exception):
+    """A message's deadline has passed."""
 
 
 class Stage(Generic[T]):
@@ -104,7 +64,8 @@ class Stage(Generic[T]):
         parse: bytes to :class:`Work` whose ids can stand in subjects; raises SchemaError.
         reader_of: the reader of a decoded message, for errors that its client must hear.
         capacity: how many more messages this process would take now, running ones not counted.
-        concurrency: the most that are handled at once.
+        concurrency: the most that are handled at once, those that wait not counted.
+        max_waiting: the most that wait (see :class:`Handled`) and are handled together.
         on_fenced: called when our own consumer was deleted under us: somebody declared us dead.
             None for a consumer that is shared.
         when_full: what the client of a message hears when a queue behind this stage is full.
@@ -122,6 +83,7 @@ class Stage(Generic[T]):
         *,
         capacity: Callable[[], int] | None = None,
         concurrency: int = 32,
+        max_waiting: int = 4096,
         on_fenced: Callable[[], None] | None = None,
         when_full: Callable[[T], QueueFull] | None = None,
     ) -> None:
@@ -132,9 +94,13 @@ class Stage(Generic[T]):
         self._handler = handler
         self._capacity = capacity
         self._concurrency = concurrency
+        self._max_waiting = max_waiting
         self._when_full = when_full
         self._running: dict[int, WorkMessage] = {}
+        self._waiting: dict[int, asyncio.Task[None]] = {}  # those of them that wait
+        self._is_over = False
         self._handled = _Handled(ctx.metrics, name)
+        self._endings = Endings(ctx, name)
         self._tasks: asyncio.TaskGroup | None = None
         self._pull = WorkPull(
             ctx.bus, consumer, on_message=self._take, free=self._free, on_fenced=on_fenced
@@ -142,21 +108,31 @@ class Stage(Generic[T]):
 
     @property
     def num_running(self) -> int:
-        """Messages taken and not finished."""
+        """Messages taken and not finished, those that wait included."""
         return len(self._running)
 
-    async def run(self) -> None:
-        """Pull and handle until stopped or fenced, then finish what was taken.
+    @property
+    def num_waiting(self) -> int:
+        """Those of them that wait for something (see :class:`Handled`)."""
+        return len(self._waiting)
 
-        When cancelled, messages in work are given back: they come to others at once.
+    async def run(self) -> None:
+        """Pull and handle until stopped or fenced, then finish what was taken, and give back what
+        waits: it comes to others at once.
+
+        When cancelled, messages in work are given back as well.
         """
         async with task_scope() as helpers:
             helpers.create_task(self._keep_alive(), name=f"{self.name} keep-alive")
             async with asyncio.TaskGroup() as self._tasks:
                 await self._pull.run()
+                # Now, not when told to stop: it would come back to our own pull.
+                self._is_over = True
+                for task in self._waiting.values():
+                    task.cancel()
 
     def stop(self) -> None:
-        """Take nothing more; :meth:`run` returns when what was taken is finished."""
+        """Take nothing more; :meth:`run` returns when what was taken is finished or given back."""
         self._pull.stop()
 
     def poke(self) -> None:
@@ -164,7 +140,8 @@ class Stage(Generic[T]):
         self._pull.poke()
 
     def _free(self) -> int:
-        free = self._concurrency - len(self._running)
+        num_working = len(self._running) - len(self._waiting)
+        free = min(self._concurrency - num_working, self._max_waiting - len(self._running))
         return free if self._capacity is None else min(free, self._capacity())
 
     def _take(self, message: WorkMessage) -> None:
@@ -221,24 +198,61 @@ class Stage(Generic[T]):
         except BusUnavailable:
             raise
         except MeshError as error:
-            return await self._undecodable(message, data, error, facts)
+            return await self._endings.undecodable(message, data, error, facts)
         facts |= {"request_id": work.headers.request_id, "epoch": str(work.headers.epoch)}
         reader = self._reader_of(work.message)
-        if work.headers.deadline_unix_ms <= self._ctx.bus.now_unix_ms():
-            await self._ctx.chain.end(reader, Expired(request_id=work.headers.request_id))
-            await message.ack()
-            return "expired"
         try:
-            handled = await self._handler(work)
-            for outgoing in handled.publish:
-                await self._publish(outgoing, work.headers)
+            outcome = await self._run_handler(message, work)
+        except _TooLate:
+            return await self._endings.expired(message, reader, work.headers)
         except MeshError as error:
-            return await self._refused(message, work, reader, error, facts)
+            facts["code"] = error.code
+            full = self._full_error(work.message, error)
+            return await self._endings.refused(message, reader, work.headers, error, full)
         except Exception:
             self._ctx.log.exception("stage_crashed", stage=self.name, **facts)
-            return await self._crashed(message, data, work, reader)
+            return await self._endings.crashed(message, data, reader, work.headers)
         await message.ack()
-        return handled.outcome
+        return outcome
+
+    def _full_error(self, message: T, error: MeshError) -> QueueFull | None:
+        """What the client hears when a queue behind this stage is full."""
+        if not isinstance(error, QueueFull) or self._when_full is None:
+            return None
+        return self._when_full(message) if error.retry_after_s is None else error
+
+    async def _run_handler(self, message: WorkMessage, work: Work[T]) -> str:
+        """Handle a message, wait where it has to, and publish what comes next; its outcome."""
+        if self._left_s(work.headers) <= 0:
+            raise _TooLate
+        handled = await self._handler(work)
+        while True:
+            for outgoing in handled.publish:
+                await self._publish(outgoing, work.headers)
+            if handled.then is None:
+                return handled.outcome
+            handled = await self._wait(message, work.headers, handled.then)
+
+    async def _wait(
+        self, message: WorkMessage, headers: WorkHeaders, then: Callable[[], Awaitable[Handled]]
+    ) -> Handled:
+        """Let a message wait, at most until its deadline."""
+        task = asyncio.current_task()
+        assert task is not None, "messages are handled in tasks"
+        self._waiting[message.stream_seq] = task
+        if self._is_over:
+            task.cancel()
+        self._pull.poke()
+        try:
+            async with asyncio.timeout(self._left_s(headers)):
+                return await then()
+        except TimeoutError:
+            raise _TooLate from None
+        finally:
+            del self._waiting[message.stream_seq]
+
+    def _left_s(self, headers: WorkHeaders) -> float:
+        return (headers.deadline_unix_ms - self._ctx.bus.now_unix_ms()) / 1000
 
     async def _publish(self, outgoing: Outgoing, headers: WorkHeaders) -> None:
         """Store one message that comes next; returns when the broker has it."""
@@ -257,57 +271,6 @@ class Stage(Generic[T]):
             bus, outgoing.subject, encode(message), next_headers, msg_id=outgoing.msg_id
         )
 
-    async def _refused(
-        self,
-        message: WorkMessage,
-        work: Work[T],
-        reader: str,
-        error: MeshError,
-        facts: dict[str, str],
-    ) -> str:
-        facts["code"] = error.code
-        is_full = isinstance(error, QueueFull) and self._when_full is not None
-        if error.retryable and not is_full:
-            pause = _RETRY_S[min(message.num_delivered, len(_RETRY_S)) - 1]
-            await message.nak(pause)
-            return "later"
-        if is_full and error.retry_after_s is None and self._when_full is not None:
-            error = self._when_full(work.message)
-        await self._end(reader, work.headers, error)
-        await message.ack()
-        return "refused"
-
-    async def _crashed(self, message: WorkMessage, data: bytes, work: Work[T], reader: str) -> str:
-        """The handler raised what it should not: a bug, or something only this message does."""
-        if message.num_delivered < CRASH_LIMIT:
-            await message.nak(_RETRY_S[-1])
-            return "crashed"
-        error = EngineFailed(f"the {self.name} stage failed on this request")
-        await bury(self._ctx.bus, message, data, error, self.name, self._ctx.process)
-        await self._end(reader, work.headers, error)
-        self._ctx.metrics.dead_letters.labels(self.name).inc()
-        await message.term("handler failed")
-        return "dead"
-
-    async def _undecodable(
-        self, message: WorkMessage, data: bytes, error: MeshError, facts: dict[str, str]
-    ) -> str:
-        facts |= {"code": error.code, "param": error.param or "", "reason": error.message}
-        known = await known_request(self._ctx.chain, message.headers, data)
-        if known is not None:
-            facts["request_id"] = known.request_id
-            failed = StreamError(request_id=known.request_id, epoch=0, error=error.info)
-            await self._ctx.chain.end(known.reader, failed)
-        await bury(self._ctx.bus, message, data, error, self.name, self._ctx.process)
-        self._ctx.metrics.dead_letters.labels(self.name).inc()
-        await message.term(error.code)
-        return "dead"
-
-    async def _end(self, reader: str, headers: WorkHeaders, error: MeshError) -> None:
-        self._ctx.metrics.requests_refused.labels(error.code).inc()
-        failed = StreamError(request_id=headers.request_id, epoch=headers.epoch, error=error.info)
-        await self._ctx.chain.end(reader, failed)
-
 
 class _Handled:
     """The metrics of one stage, looked up once."""
@@ -325,20 +288,3 @@ class _Handled:
             self._by_outcome[outcome] = counter
         counter.inc()
         self._seconds.observe(seconds)
-
-
-def parse_as(kind: type[Task]) -> Parser[Task]:
-    """The parser of a work message that carries our headers and one message class."""
-    tag = tag_of(kind)
-
-    def parse(message: WorkMessage, data: bytes) -> Work[Task]:
-        headers = WorkHeaders.from_dict(message.headers)
-        if headers.schema != tag:
-            raise SchemaError(f"header says {headers.schema!r}, not {tag!r}", param=SCHEMA)
-        task = decode(data, kind)
-        if subjects.check_request_id(task.request_id) != headers.request_id:
-            raise SchemaError("header and body name two requests", param=REQUEST)
-        subjects.check_reader(task.reader)
-        return Work(subject=message.subject, message=task, headers=headers)
-
-    return parse

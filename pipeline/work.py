@@ -1,0 +1,78 @@
+"""What a stage's handler is given, and what it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from infra.bus import WorkMessage
+from schemas import subjects
+from schemas.codec import Message, decode, tag_of
+from schemas.decode import DecodeTask
+from schemas.errors import SchemaError
+from schemas.headers import REQUEST, SCHEMA, WorkHeaders
+from schemas.kv import KvReady
+from schemas.prefill import PrefillTask
+
+T = TypeVar("T", bound=Message)
+Task = TypeVar("Task", bound=PrefillTask | DecodeTask | KvReady)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outgoing:
+    """A message to store before the ack.
+
+    ``msg_id`` makes the broker drop a repeat: <request>.<stage>.<epoch>. Work messages carry
+    headers (``epoch`` is set); messages to readers carry none.
+    """
+
+    subject: str
+    message: Message
+    msg_id: str
+    epoch: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handled:
+    """The regular end of a message. ``outcome`` is a word for log and metrics.
+
+    A message that must wait for something has ``then``: it is called once ``publish`` is stored,
+    and what it returns counts instead. Meanwhile the message stays un-acked, so nothing is lost
+    with this process, and takes no place from those that are worked on. It may be cancelled: the
+    message is given back.
+    """
+
+    outcome: str
+    publish: tuple[Outgoing, ...] = ()
+    then: Callable[[], Awaitable[Handled]] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work(Generic[T]):
+    """A decoded work message with its checked headers."""
+
+    subject: str
+    message: T
+    headers: WorkHeaders
+
+
+Handler = Callable[[Work[T]], Awaitable[Handled]]
+Parser = Callable[[WorkMessage, bytes], Work[T]]
+
+
+def parse_as(kind: type[Task]) -> Parser[Task]:
+    """The parser of a work message that carries our headers and one message class."""
+    tag = tag_of(kind)
+
+    def parse(message: WorkMessage, data: bytes) -> Work[Task]:
+        headers = WorkHeaders.from_dict(message.headers)
+        if headers.schema != tag:
+            raise SchemaError(f"header says {headers.schema!r}, not {tag!r}", param=SCHEMA)
+        task = decode(data, kind)
+        if subjects.check_request_id(task.request_id) != headers.request_id:
+            raise SchemaError("header and body name two requests", param=REQUEST)
+        subjects.check_reader(task.reader)
+        return Work(subject=message.subject, message=task, headers=headers)
+
+    return parse
