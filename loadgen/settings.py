@@ -19,7 +19,7 @@ MAX_REQUESTS = 1_000_000
 MAX_IN_FLIGHT = 8192
 MAX_LEN = 1_000_000  # tokens of a prompt or an answer
 
-SLO_KEYS = ("ttft", "tpot", "e2e")
+SLO_KEYS = ("ttft", "tpot", "tbt", "e2e")
 
 Endpoint = Literal["completions", "chat"]
 

@@ -1,13 +1,13 @@
 """The file that says what a simulated fleet is made of: TOML.
 
-    model = "llama-70b"
+    model = "llama-8b"
     routers = 2                     # control processes, each with its own fleet and index
 
     [[workers]]
     name = "prefill"                # prefill-0, prefill-1, …
     count = 8
     role = "prefill"                # prefill, decode or both
-    profile = "h100-70b"            # a shipped one, or costs = { prefill_base_ms = …, … }
+    profile = "h100-llama-8b"       # a shipped one, or costs = { prefill_base_ms = …, … }
     speed = 1.0                     # so many times as fast
     racks = ["a", "b"]              # worker i stands in rack i modulo 2
     from_s = 0                      # it comes then …
@@ -35,6 +35,7 @@ import msgspec
 
 from infra.parse import process_name
 from pipeline.cost_model import scaled
+from pipeline.profile_files import find_profile
 from schemas.errors import ConfigError
 from schemas.profiles import StepCosts, WorkerProfile
 
@@ -114,9 +115,9 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     profile: str = ""
 
     @property
-    def roles(self) -> tuple[str, ...]:
-        """As in a beat."""
-        return ("prefill", "decode") if self.role == "both" else (self.role,)
+    def queues(self) -> tuple[str, ...]:
+        """The queues that it pulls from."""
+        return _roles(self.role)
 
 
 class FleetPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -138,7 +139,7 @@ class FleetPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Each worker.
 
         Raises:
-            ConfigError: a profile that there is not.
+            ConfigError: a profile that there is not, or that does not say what is needed.
         """
         return tuple(spec for group in self.workers for spec in _specs(group))
 
@@ -262,4 +263,7 @@ def _specs(group: WorkerGroup) -> Iterator[WorkerSpec]:
 def _profile(group: WorkerGroup) -> WorkerProfile:
     if group.costs is not None:
         return WorkerProfile(name=group.name, costs=group.costs)
-    raise ConfigError(f"no profile is named {group.profile!r}", param=_FIELD)
+    profile = find_profile(group.profile)
+    if not (group.kv_tokens or profile.kv_tokens):
+        raise ConfigError(f"{group.name}: kv_tokens is not in its profile", param=_FIELD)
+    return profile

@@ -1,0 +1,457 @@
+"""The engine of a simulated worker: the scheduler's decisions, and how long its steps take.
+
+What ``workers/engine/scheduler.py`` decides for each token is decided here for whole runs of steps:
+
+    a step takes every decoding sequence, one token each, then chunks of what is left to compute,
+    oldest first, up to a budget of tokens; who waits starts in the order of arrival, when all of it
+    finds room; when the pool is out, the youngest owner of blocks gives its up
+
+As long as no prompt is computed nothing changes until somebody comes or goes, and so many steps are
+one event. ``tests/loadgen/simulate/test_engine.py`` holds both engines against each other.
+
+Pure: the time is passed in, and whoever calls keeps the events.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import chain
+
+from loadgen.simulate.decode_batch import DecodeBatch, Run
+from loadgen.simulate.extents import ExtentPool
+from loadgen.simulate.sequence import Sequence
+from pipeline.cost_model import chunk_squares, prefill_ms, prefill_step_ms
+from schemas.control import Load
+from schemas.kv_events import HASH_BYTES
+from schemas.profiles import StepCosts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """What an engine is: its costs and its bounds."""
+
+    costs: StepCosts
+    num_blocks: int
+    block_size: int
+    blocks_per_piece: int
+    max_num_sequences: int
+    max_batch_tokens: int
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a run of steps brought; sequences, in no order."""
+
+    sampled: list[Sequence] = field(default_factory=list)  # got a token by computing a prompt
+    held: list[Sequence] = field(default_factory=list)
+    ended: list[Sequence] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Plan:
+    """A run of steps in the making, or on its way. Prompts are computed in one step alone."""
+
+    budget: int
+    run: Run | None = None
+    num_allocated: int = 0  # blocks that those who decode have got for it
+    chunks: dict[Sequence, int] = field(default_factory=dict)
+
+
+def _age(sequence: Sequence) -> int:
+    return sequence.age
+
+
+class VirtualEngine:
+    """Sequences by state, each list from old to young, as in the scheduler.
+
+    Attributes:
+        num_preemptions: times that a sequence gave its blocks up.
+        prefill_s: how long prompts were computed, with what decoded in the same steps.
+        decode_s: how long steps took that only decoded.
+        num_computed_tokens: of prompts.
+    """
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec = spec
+        self.pool = ExtentPool(spec.num_blocks, spec.blocks_per_piece)
+        self.batch = DecodeBatch(spec.costs, spec.block_size)
+        self.waiting: list[Sequence] = []
+        self.prefilling: list[Sequence] = []
+        self.held: dict[Sequence, None] = {}
+        self.num_preemptions = 0
+        self.prefill_s = 0.0
+        self.decode_s = 0.0
+        self.num_computed_tokens = 0
+        self._num_reserved = 0
+        self._plan: _Plan | None = None
+
+    # ---- in and out ----------------------------------------------------------------------
+
+    def enqueue(self, sequence: Sequence) -> None:
+        """Put it in line, in its place by age."""
+        insort(self.waiting, sequence, key=_age)
+
+    def reserve(self, num_tokens: int) -> bool:
+        """Blocks for so many tokens, to be filled from outside; False: no room now."""
+        count = self._blocks_for(num_tokens)
+        if count > self.pool.num_available - self._num_promised():
+            return False
+        self._num_reserved += count
+        return self.pool.allocate(count)
+
+    def adopt(self, sequence: Sequence, num_tokens: int) -> None:
+        """The KV of its first ``num_tokens`` has come into blocks that were reserved."""
+        sequence.num_private = self._blocks_for(num_tokens)
+        self._num_reserved -= sequence.num_private
+        sequence.num_computed = num_tokens
+        sequence.num_cached = 0
+        self._register(sequence)
+        self.enqueue(sequence)
+
+    def store(self, pieces: tuple[bytes, ...], num_blocks: int) -> bool:
+        """Blocks of a prompt's beginning came from elsewhere, and can be found from now on; False:
+        there was no room for them."""
+        taken, found = self.pool.take(pieces, num_blocks)
+        loose = Sequence(key="", age=0, pieces=pieces, num_prompt=0, num_output=0, holds=False)
+        loose.extents, loose.num_shared = taken, found
+        has_room = self.pool.allocate(max(0, num_blocks - found))
+        if has_room:
+            loose.num_private = max(0, num_blocks - found)
+            loose.num_tokens = loose.num_computed = num_blocks * self.spec.block_size
+            loose.num_prompt = loose.num_tokens
+            self._register(loose)
+        self._drop_blocks(loose)
+        return has_room
+
+    def release(self, sequence: Sequence) -> None:
+        """It was held, and is not needed any more: its blocks go back."""
+        self.held.pop(sequence, None)
+        self._drop_blocks(sequence)
+
+    # ---- steps ---------------------------------------------------------------------------
+
+    @property
+    def is_running(self) -> bool:
+        """Whether steps are on their way."""
+        return self._plan is not None
+
+    def start(self, now_s: float) -> float | None:
+        """Begin the next run of steps; when it ends, None when there is nothing to run."""
+        assert self._plan is None, "steps are on their way"
+        plan = _Plan(self.spec.max_batch_tokens)
+        self._plan_decodes(plan)
+        for sequence in list(self.prefilling):
+            if sequence in self.prefilling and plan.budget > 0:
+                self._extend(sequence, min(sequence.num_uncomputed, plan.budget), plan)
+        self._admit_in_order(plan)
+        if not plan.chunks and not self.batch and self.waiting:
+            self._admit_by_force(self.waiting[0], plan)
+        if not plan.chunks and not self.batch:
+            return None
+        plan.run = self._make_run(plan, now_s)
+        self._plan = plan
+        return plan.run.end_s
+
+    def cut(self, now_s: float) -> float:
+        """Somebody has come: the step that runs now is the last of its run; when it ends. Before
+        anybody else may have blocks, those steps get theirs."""
+        plan = self._plan
+        assert plan is not None, "nothing is on its way"
+        assert plan.run is not None, "nothing is on its way"
+        run = plan.run
+        if run.num_steps > 1:
+            num_steps = run.num_begun(now_s)
+            run = plan.run = Run(run.start_s, run.first_s, run.growth_s, num_steps)
+        self._allocate_steps(plan, run.num_steps)
+        return run.end_s
+
+    def finish(self) -> StepResult:
+        """The run is over: what it brought."""
+        plan, self._plan = self._plan, None
+        assert plan is not None, "nothing is on its way"
+        assert plan.run is not None, "nothing is on its way"
+        run, result = plan.run, StepResult()
+        if self.batch:
+            self._allocate_steps(plan, run.num_steps)
+            self.batch.advance(run)
+            result.ended += map(self._left, self.batch.pop_ended())
+        if plan.chunks:
+            self.prefill_s += run.end_s - run.start_s
+        else:
+            self.decode_s += run.end_s - run.start_s
+        for sequence, count in plan.chunks.items():
+            self._complete(sequence, count, run.end_s, result)
+        for sequence in result.ended:
+            self._keep_answer(sequence)
+            self._drop_blocks(sequence)
+        return result
+
+    def _make_run(self, plan: _Plan, now_s: float) -> Run:
+        if plan.chunks:
+            return self.batch.next_run(now_s, 1, self._chunks_ms(plan))
+        most = self.batch.num_steps_to_end()
+        room = self.pool.num_available + plan.num_allocated
+        return self.batch.next_run(now_s, self.batch.num_steps_within(room, most))
+
+    def _allocate_steps(self, plan: _Plan, num_steps: int) -> None:
+        missing = self.batch.blocks_needed(num_steps) - plan.num_allocated
+        if missing > 0:
+            has_room = self.pool.allocate(missing)
+            assert has_room, "room was counted before"
+            plan.num_allocated += missing
+
+    def _plan_decodes(self, plan: _Plan) -> None:
+        """All who decode get what the next step takes, the youngest's blocks if need be."""
+        while self.batch and self.batch.blocks_needed(1) > self.pool.num_available:
+            youngest = self._youngest_owner()
+            assert youngest is not None, "somebody decodes"
+            self._preempt(youngest, plan)
+        self._allocate_steps(plan, 1 if self.batch else 0)
+        plan.budget -= len(self.batch)
+
+    def _extend(self, sequence: Sequence, count: int, plan: _Plan) -> None:
+        """Get blocks for the next ``count`` positions, if need be those of younger ones."""
+        while not self._grow(sequence, sequence.num_computed + count):
+            victim = self._youngest_owner()
+            if victim is None or victim.age <= sequence.age:
+                self._preempt(sequence, plan)
+                return
+            self._preempt(victim, plan)
+        plan.chunks[sequence] = count
+        plan.budget -= count
+
+    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        missing = self._blocks_for(num_tokens) - sequence.num_blocks
+        if missing > 0:
+            if not self.pool.allocate(missing):
+                return False
+            sequence.num_private += missing
+        return True
+
+    def _chunks_ms(self, plan: _Plan) -> float:
+        """What a step's prompts cost, as the simulated engine counts: a base for all of them, each
+        by its length; a single last token costs what one that decodes does."""
+        costs, total, has_base = self.spec.costs, 0.0, False
+        has_decode_base = len(self.batch) > 0
+        for sequence, count in plan.chunks.items():
+            start = sequence.num_computed
+            if start and count == 1:
+                total += costs.decode_sequence_ms + costs.decode_context_ms * (start + 1)
+                total += 0.0 if has_decode_base else costs.decode_base_ms
+                has_decode_base = True
+                continue
+            total += prefill_ms(costs, count, start, num_steps=0 if has_base else 1)
+            has_base = True
+        return total
+
+    # ---- starting ------------------------------------------------------------------------
+
+    def _admit_in_order(self, plan: _Plan) -> None:
+        while self.waiting and plan.budget > 0 and self.num_running < self.spec.max_num_sequences:
+            if not self._admit(self.waiting[0], plan):
+                return
+
+    def _admit_by_force(self, head: Sequence, plan: _Plan) -> None:
+        """Nothing runs, so only KV of those further back in line can be in the head's way."""
+        while not self._admit(head, plan):
+            victim = self._youngest_owner()
+            if victim is None or victim.age <= head.age:
+                return
+            self._preempt(victim, plan)
+
+    def _admit(self, sequence: Sequence, plan: _Plan) -> bool:
+        """Start it if all its tokens find room."""
+        has_import = sequence.num_blocks > 0
+        if not has_import:
+            self._take_prefix(sequence)
+        missing = self._blocks_for(sequence.num_tokens) - sequence.num_blocks
+        if missing > self.pool.num_available:
+            if not has_import:
+                self._drop_blocks(sequence)
+            return False
+        if sequence.num_cached < 0:
+            sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
+        self.waiting.remove(sequence)
+        if has_import and sequence.is_decoding:
+            self.batch.join(sequence)
+            plan.num_allocated += missing
+            self.pool.allocate(missing)
+            plan.budget -= 1
+            return True
+        insort(self.prefilling, sequence, key=_age)
+        self._extend(sequence, min(sequence.num_uncomputed, plan.budget), plan)
+        return True
+
+    def _take_prefix(self, sequence: Sequence) -> None:
+        """Share what is known of its prompt, all but the last token: that one must be computed."""
+        size, per_piece = self.spec.block_size, self.spec.blocks_per_piece
+        most = (sequence.num_tokens - 1) // size
+        sequence.extents, found = self.pool.take(sequence.pieces, most)
+        sequence.num_shared = found
+        sequence.num_computed = found * size
+        sequence.num_registered = found // per_piece
+
+    # ---- ending --------------------------------------------------------------------------
+
+    def _complete(self, sequence: Sequence, count: int, end_s: float, result: StepResult) -> None:
+        """A chunk was computed; with the last position comes a token."""
+        sequence.num_computed += count
+        self.num_computed_tokens += count
+        self._register(sequence)
+        if sequence.num_uncomputed:
+            return
+        self.prefilling.remove(sequence)
+        sequence.num_tokens += 1
+        sequence.segments.append(end_s)
+        result.sampled.append(sequence)
+        if sequence.num_missing <= 0:
+            result.ended.append(sequence)
+        elif sequence.holds:
+            self.held[sequence] = None
+            result.held.append(sequence)
+        else:
+            self.batch.join(sequence)
+
+    def _register(self, sequence: Sequence) -> None:
+        """Make findable what is complete of its prompt."""
+        size, per_piece = self.spec.block_size, self.spec.blocks_per_piece
+        num_full = min(sequence.num_computed, sequence.num_prompt) // size
+        is_whole = sequence.num_computed >= sequence.num_prompt
+        while sequence.num_registered < len(sequence.pieces):
+            num = min(per_piece, num_full - sequence.num_registered * per_piece)
+            if num <= 0 or (num < per_piece and not is_whole):
+                return
+            at = sequence.num_registered
+            parent = sequence.pieces[at - 1] if at else b""
+            self._share(sequence, sequence.pieces[at], parent, num)
+            sequence.num_registered += 1
+
+    def _keep_answer(self, sequence: Sequence) -> None:
+        """Blocks of an answer can be found as well, and take room until others need it. In a trace
+        nobody asks for them: what a next turn says is named anew."""
+        per_piece = self.spec.blocks_per_piece
+        num_left = sequence.num_computed // self.spec.block_size
+        num_left -= sequence.num_prompt // self.spec.block_size
+        parent = sequence.pieces[-1]
+        while num_left > 0:
+            piece = blake2b(sequence.key.encode(), key=parent, digest_size=HASH_BYTES).digest()
+            self._share(sequence, piece, parent, min(per_piece, num_left))
+            parent = piece
+            num_left -= per_piece
+
+    def _share(self, sequence: Sequence, piece: bytes, parent: bytes, num_blocks: int) -> None:
+        extent, moved = self.pool.register(piece, parent, num_blocks)
+        if extent is not None:
+            sequence.extents.append(extent)
+            sequence.num_private -= moved
+            sequence.num_shared += moved
+
+    # ---- giving up blocks ----------------------------------------------------------------
+
+    def _youngest_owner(self) -> Sequence | None:
+        """Of all who have blocks and are not held."""
+        owners = [one for one in self.waiting if one.num_blocks]
+        owners += self.prefilling[-1:]
+        last = self.batch.youngest()
+        owners += [last] if last is not None else []
+        return max(owners, key=_age, default=None)
+
+    def _preempt(self, sequence: Sequence, plan: _Plan) -> None:
+        """Take its blocks; what it computed is computed again, from its place in line."""
+        self.num_preemptions += 1
+        count = plan.chunks.pop(sequence, None)
+        plan.budget += count or 0
+        if sequence in self.prefilling:
+            self.prefilling.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        else:
+            self._take_out(sequence, plan)
+        self._drop_blocks(sequence)
+        self.enqueue(sequence)
+
+    def _take_out(self, sequence: Sequence, plan: _Plan) -> None:
+        """Of the batch, and of what the next step has got for it."""
+        self.batch.leave(sequence)
+        self._left(sequence)
+        spare = plan.num_allocated - self.batch.blocks_needed(1) if plan.num_allocated else 0
+        if spare > 0:
+            self.pool.free(spare)
+            plan.num_allocated -= spare
+            plan.budget += 1
+
+    def _left(self, sequence: Sequence) -> Sequence:
+        """It has left the batch, which took blocks for all together: these are its own."""
+        sequence.num_private = self._blocks_for(sequence.num_computed) - sequence.num_shared
+        return sequence
+
+    def _drop_blocks(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.extents)
+        self.pool.free(sequence.num_private)
+        sequence.extents = []
+        sequence.num_private = sequence.num_shared = 0
+        sequence.num_computed = sequence.num_registered = 0
+
+    # ---- facts ---------------------------------------------------------------------------
+
+    @property
+    def num_running(self) -> int:
+        """Sequences in the batch."""
+        return len(self.batch) + len(self.prefilling)
+
+    def load(self, now_s: float, num_free_slots: int) -> Load:
+        """How busy it is, steps that are over by now included."""
+        run = None if self._plan is None else self._plan.run
+        num_over = 0 if run is None else run.num_over(now_s)
+        grown = max(0, self.batch.blocks_needed(num_over) - self._num_allocated)
+        to_compute = [*self.waiting, *self.prefilling]
+        return Load(
+            num_running=self.num_running,
+            num_waiting=len(self.waiting),
+            num_free_slots=num_free_slots,
+            num_blocks=self.pool.num_blocks,
+            num_free_blocks=self.pool.num_available - grown,
+            waiting_tokens=sum(one.num_uncomputed for one in to_compute),
+            waiting_ms=self._waiting_ms(to_compute),
+            context_tokens=self.batch.context_tokens + len(self.batch) * num_over,
+        )
+
+    def _waiting_ms(self, to_compute: list[Sequence]) -> float:
+        """How long these take, in steps as full as may be; what is found takes nothing."""
+        size, num_tokens, num_squares = self.spec.block_size, 0, 0
+        for one in to_compute:
+            start = one.num_computed
+            if not one.num_blocks:
+                start = self.pool.num_found(one.pieces, (one.num_tokens - 1) // size) * size
+            num_tokens += one.num_tokens - start
+            num_squares += chunk_squares(start, one.num_tokens)
+        num_steps = -(-num_tokens // self.spec.max_batch_tokens)
+        return prefill_step_ms(self.spec.costs, num_tokens, num_squares, num_steps=num_steps)
+
+    @property
+    def _num_allocated(self) -> int:
+        return 0 if self._plan is None else self._plan.num_allocated
+
+    def _num_promised(self) -> int:
+        """Blocks that prompts half computed still need."""
+        return sum(
+            max(0, self._blocks_for(one.num_tokens) - one.num_blocks) for one in self.prefilling
+        )
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.spec.block_size)
+
+    def _owners(self) -> Iterator[Sequence]:
+        return chain(self.waiting, self.prefilling, self.held, self.batch)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError when blocks or tokens are counted wrong."""
+        self.batch.check_invariants()
+        private = sum(one.num_private for one in self._owners()) + self._num_reserved
+        for one in self.batch:
+            computed = one.num_tokens - 1 + self.batch.step - one.joined_step
+            private += self._blocks_for(computed) - one.num_blocks
+        self.pool.check_invariants(private + self._num_allocated)

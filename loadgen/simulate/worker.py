@@ -1,0 +1,378 @@
+"""A simulated worker as the mesh knows it: what it pulls, hands over, lends and says.
+
+The rules are those of ``workers/incarnation.py``: tasks are pulled from its own queue and from the
+shared one while there is room, sixteen prompts at most wait inside, what was computed is held until
+it was read, and a worker that drains pulls nothing more and leaves when it has nothing left.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+from loadgen.simulate.engine import EngineSpec, StepResult, VirtualEngine
+from loadgen.simulate.events import EventQueue
+from loadgen.simulate.fleet_plan import FleetPlan, WorkerSpec
+from loadgen.simulate.kv_log import KvLog
+from loadgen.simulate.network import Network
+from loadgen.simulate.request import FINGERPRINT, Request
+from loadgen.simulate.sequence import Sequence
+from pipeline.suffix import SUFFIX
+from schemas.control import Beat, Load, ProcessState
+from schemas.kv import KvSource
+from schemas.kv_events import KvEvents
+from schemas.tokens import Claim
+
+_MAX_WAITING_PREFILLS = 16
+_ROLES = {  # as beats say; "suffix": a decode worker computes short rests of prompts itself
+    "prefill": ("prefill",),
+    "decode": ("decode", SUFFIX),
+    "both": ("prefill", "decode"),
+}
+_WAIT_SHARE = 0.5  # of the computing that it saves: what a fetch may take
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Task:
+    """Work for a worker: a prompt, or where ``source`` holds what was computed, its answer."""
+
+    request: Request
+    role: str
+    sources: tuple[KvSource, ...] = ()
+    source: SimulatedWorker | None = None
+    held: Sequence | None = None
+
+
+class Surroundings(Protocol):
+    """What a worker meets."""
+
+    queue: EventQueue
+    network: Network
+    plan: FleetPlan
+    served: str
+    shared: dict[str, deque[Task]]  # by role
+
+    def worker(self, name: str) -> SimulatedWorker | None:
+        """Somebody who is there."""
+
+    def say_beat(self, beat: Beat) -> None:
+        """To all control processes."""
+
+    def say_events(self, events: KvEvents) -> None:
+        """To all control processes."""
+
+    def say_claim(self, claim: Claim) -> None:
+        """To all control processes."""
+
+    def kv_ready(self, task: Task) -> None:
+        """A prompt was computed: find a worker to decode."""
+
+    def ended(self, request: Request) -> None:
+        """It has its last token."""
+
+    def left(self, worker: SimulatedWorker, tasks: list[Task]) -> None:
+        """It is gone; ``tasks`` it did not take."""
+
+
+class SimulatedWorker:
+    """One worker from when it comes until it is gone.
+
+    Attributes:
+        num_taken: tasks that it pulled.
+        num_fetches: prompts of which it brought a part from another worker.
+    """
+
+    def __init__(self, spec: WorkerSpec, mesh: Surroundings, blocks_per_piece: int) -> None:
+        self.spec = spec
+        self.num_taken = 0
+        self.num_fetches = 0
+        self.state: ProcessState = "ready"
+        self.came_s = mesh.queue.now_s
+        self.left_s: float | None = None
+        self.engine = VirtualEngine(
+            EngineSpec(
+                costs=spec.costs,
+                num_blocks=spec.kv_tokens // mesh.plan.block_size,
+                block_size=mesh.plan.block_size,
+                blocks_per_piece=blocks_per_piece,
+                max_num_sequences=spec.max_num_sequences,
+                max_batch_tokens=spec.max_batch_tokens,
+            )
+        )
+        self._mesh = mesh
+        self._own: deque[Task] = deque()
+        self._tasks: dict[str, Task] = {}  # taken and not held, by request
+        self._held: dict[str, Task] = {}
+        self._num_decoding = 0
+        self._num_arrived = 0
+        self._turn = 0  # of the event that ends the run of steps
+        self._is_between = False  # two runs: the next one begins when all who wait are in line
+        self._log = KvLog(spec.name, mesh.plan.kv_events_ms / 1e3, mesh.queue, self._tell)
+        self.engine.pool.on_stored = self._log.stored
+        self.engine.pool.on_removed = self._log.removed
+
+    # ---- pulling -------------------------------------------------------------------------
+
+    def offer(self, task: Task) -> None:
+        """A task on its own queue."""
+        if self.state == "gone":
+            self._mesh.left(self, [task])
+            return
+        self._own.append(task)
+        self.pull()
+
+    def pull(self) -> None:
+        """Take what there is room for."""
+        while self.state == "ready" and self._take_one(self._own, None):
+            pass
+        for role in self.spec.queues:
+            while self.state == "ready" and self._take_one(self._mesh.shared[role], role):
+                pass
+
+    def _take_one(self, line: deque[Task], role: str | None) -> bool:
+        if not line or not self._has_room(line[0].role if role is None else role):
+            return False
+        task = line[0]
+        if task.role == "decode" and not self._reserve(task):
+            return False
+        line.popleft()
+        self._claim(task)
+        return True
+
+    def _has_room(self, role: str) -> bool:
+        free = self.num_free_slots
+        if role == "prefill":
+            waiting = len(self._tasks) - self._num_decoding + len(self._held) // 4
+            free = min(free, _MAX_WAITING_PREFILLS - waiting)
+        return free > 0
+
+    @property
+    def num_free_slots(self) -> int:
+        """How many more sequences it would run."""
+        return self.spec.max_num_sequences - len(self._tasks)
+
+    @property
+    def num_offered(self) -> int:
+        """Tasks on its own queue that it has not taken."""
+        return len(self._own)
+
+    def _reserve(self, task: Task) -> bool:
+        if self.engine.is_running:
+            self._run_until(self.engine.cut(self._mesh.queue.now_s))
+        return self.engine.reserve(task.request.num_prompt)
+
+    def _claim(self, task: Task) -> None:
+        request = task.request
+        self.num_taken += 1
+        self._tasks[request.request_id] = task
+        claim = Claim(
+            request_id=request.request_id,
+            epoch=1 if task.role == "prefill" else 2,
+            worker=self.spec.name,
+            role=task.role,
+            served=self._mesh.served,
+            deadline_unix_ms=0,
+            num_tokens=request.num_prompt + (task.role == "decode"),
+            max_tokens=request.max_tokens,
+        )
+        self._mesh.network.hop(self._mesh.say_claim, claim)
+        if task.role == "decode":
+            self._receive(task)
+        else:
+            self._fetch_or_start(task)
+
+    # ---- prompts -------------------------------------------------------------------------
+
+    def _fetch_or_start(self, task: Task) -> None:
+        """Bring what others have of the prompt, where that is faster than computing it."""
+        lender, num_blocks = self._best_lender(task)
+        if lender is None:
+            self._start(task)
+            return
+        own = self.engine.pool.num_found(task.request.pieces, num_blocks)
+        num_bytes = (num_blocks - own) * self._block_bytes
+        there_s = self._mesh.network.transfer(lender.spec, self.spec, num_bytes)
+        self.num_fetches += 1
+        self._mesh.queue.at(there_s, self._fetched, task, num_blocks)
+
+    def _best_lender(self, task: Task) -> tuple[SimulatedWorker | None, int]:
+        """Who, and how many blocks; as ``workers/kv/worth.py`` weighs it."""
+        request, best, best_s = task.request, None, 0.0
+        most = (request.num_prompt - 1) // self._mesh.plan.block_size
+        own = self.engine.pool.num_found(request.pieces, most)
+        num_blocks = 0
+        for source in task.sources:
+            lender = self._mesh.worker(source.worker)
+            if lender is None or lender is self:
+                continue
+            there = min(lender.engine.pool.num_found(request.pieces, most), source.num_blocks)
+            if there <= own:
+                continue
+            num_bytes = (there - own) * self._block_bytes
+            takes_s = self._mesh.network.seconds(lender.spec, self.spec, num_bytes)
+            saves_s = self._computing_s(own, there)
+            if takes_s <= _WAIT_SHARE * saves_s and saves_s - takes_s > best_s:
+                best, best_s, num_blocks = lender, saves_s - takes_s, there
+        return best, num_blocks
+
+    def _computing_s(self, start: int, end: int) -> float:
+        size, costs = self._mesh.plan.block_size, self.spec.costs
+        from_, to = start * size, end * size
+        tokens, squares = to - from_, to * to - from_ * from_
+        return (costs.prefill_token_ms * tokens + costs.prefill_square_ms * squares) / 1e3
+
+    def _fetched(self, task: Task, num_blocks: int) -> None:
+        if self.engine.is_running:
+            self._run_until(self.engine.cut(self._mesh.queue.now_s))
+        self.engine.store(task.request.pieces, num_blocks)
+        self._start(task)
+
+    def _start(self, task: Task) -> None:
+        request = task.request
+        sequence = self._sequence(request, holds=self.spec.role == "prefill")
+        self.engine.enqueue(sequence)
+        self._go_on()
+
+    def _sequence(self, request: Request, *, holds: bool) -> Sequence:
+        self._num_arrived += 1
+        return Sequence(
+            key=request.request_id,
+            age=self._num_arrived,
+            pieces=request.pieces,
+            num_prompt=request.num_prompt,
+            num_output=request.num_output,
+            holds=holds,
+            segments=request.segments,
+        )
+
+    # ---- handing over --------------------------------------------------------------------
+
+    def _receive(self, task: Task) -> None:
+        """Room is there: copy the blocks."""
+        assert task.source is not None, "a decode comes from somewhere"
+        num_bytes = task.request.num_prompt * self.spec.kv_token_bytes
+        there_s = self._mesh.network.transfer(task.source.spec, self.spec, num_bytes)
+        self._mesh.queue.at(there_s, self._received, task)
+
+    def _received(self, task: Task) -> None:
+        request, source = task.request, task.source
+        assert source is not None, "a decode comes from somewhere"
+        self._mesh.network.hop(source.release, request.request_id)
+        if self.engine.is_running:
+            self._run_until(self.engine.cut(self._mesh.queue.now_s))
+        sequence = self._sequence(request, holds=False)
+        sequence.num_tokens = request.num_prompt + 1
+        self._num_decoding += 1
+        self.engine.adopt(sequence, request.num_prompt)
+        self._go_on()
+
+    def release(self, request_id: str) -> None:
+        """Somebody has read what was held for it."""
+        task = self._held.pop(request_id)
+        assert task.held is not None, "nothing is held"
+        self.engine.release(task.held)
+        self.pull()
+        self._go_on()
+        self._leave_if_done()
+
+    # ---- steps ---------------------------------------------------------------------------
+
+    def _go_on(self) -> None:
+        """Something has come: let the engine take it with its next step."""
+        if self._is_between:
+            return
+        now_s = self._mesh.queue.now_s
+        if self.engine.is_running:
+            self._run_until(self.engine.cut(now_s))
+        else:
+            self._run_until(self.engine.start(now_s))
+
+    def _run_until(self, end_s: float | None) -> None:
+        self._turn += 1
+        if end_s is not None:
+            self._mesh.queue.at(end_s, self._step, self._turn)
+
+    def _step(self, turn: int) -> None:
+        if turn != self._turn:
+            return  # it was cut, and ends earlier
+        self._is_between = True
+        self._take_results(self.engine.finish())
+        self.pull()
+        self._is_between = False
+        self._go_on()
+        self._leave_if_done()
+
+    def _take_results(self, result: StepResult) -> None:
+        for sequence in result.sampled:
+            task = self._tasks[sequence.key]
+            if task.role == "prefill" and sequence.num_tokens == sequence.num_prompt + 1:
+                task.request.num_cached = max(0, sequence.num_cached)
+                self._num_decoding += 1
+        for sequence in result.held:
+            task = self._tasks.pop(sequence.key)
+            self._num_decoding -= 1
+            task.held = sequence
+            self._held[sequence.key] = task
+            self._mesh.kv_ready(
+                Task(request=task.request, role="decode", source=self, held=sequence)
+            )
+        for sequence in result.ended:
+            task = self._tasks.pop(sequence.key)
+            self._num_decoding -= 1
+            self._mesh.ended(task.request)
+
+    # ---- life ----------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Pull nothing more, and leave when all is done."""
+        if self.state == "ready":
+            self.state = "draining"
+            self._mesh.say_beat(self.beat())
+            self._leave_if_done()
+
+    def _leave_if_done(self) -> None:
+        if self.state == "draining" and not self._tasks and not self._held:
+            self.state = "gone"
+            self.left_s = self._mesh.queue.now_s
+            self._mesh.say_beat(self.beat())
+            tasks, self._own = list(self._own), deque()
+            self._mesh.left(self, tasks)
+
+    def beat(self) -> Beat:
+        """What it says of itself now."""
+        spec, size = self.spec, self._mesh.plan.block_size
+        return Beat(
+            process=spec.name,
+            kind="worker",
+            state=self.state,
+            host=spec.host,
+            pid=1,
+            started_unix_ms=round(self.came_s * 1e3),
+            worker=spec.name,
+            roles=_ROLES[spec.role],
+            served=self._mesh.served,
+            engine="simulated",
+            fingerprint=FINGERPRINT,
+            load=self.load(),
+            max_sequence_tokens=spec.kv_tokens // size * size,
+            block_size=size,
+            kv_seq=self._log.seq,
+            costs=spec.costs,
+            profile=spec.profile,
+            kv_token_bytes=spec.kv_token_bytes,
+            rack=spec.rack,
+            zone=spec.zone,
+        )
+
+    def load(self) -> Load:
+        """How busy it is."""
+        return self.engine.load(self._mesh.queue.now_s, max(0, self.num_free_slots))
+
+    def _tell(self, events: KvEvents) -> None:
+        if self.state != "gone":
+            self._mesh.network.hop(self._mesh.say_events, events)
+
+    @property
+    def _block_bytes(self) -> int:
+        return self.spec.kv_token_bytes * self._mesh.plan.block_size
