@@ -71,33 +71,40 @@ class Budget:
     def judge(self, ask: Ask) -> Verdict:
         """What is to become of a request that came now, or that has waited and is asked again.
 
-        For one that has waited the TTFT target counts from now: its policy lets it wait.
+        One that is charged already is admitted. For one that has waited the TTFT target counts
+        from now: its policy lets it wait.
         """
         policy = self._policies.of(_model(ask.served))
         case = self._case(ask, policy)
-        if self._mode == "off" or not (ask.slo.ttft_ms or ask.slo.tbt_ms):
+        has_target = ask.slo.ttft_ms or ask.slo.tbt_ms
+        if self._mode == "off" or not has_target or ask.request_id in self._books:
             return Admit(forecast=case.forecasted)
         unreachable = case.unreachable
         if unreachable is not None:
             return degrade_unreachable(policy, unreachable)
         share = policy.share_of(ask.priority)
         enter, leave = share * policy.enter, share * policy.leave
-        short = self._short(ask, case.readings(), share, enter, leave)
+        readings = case.readings()
+        over = self._over(ask, readings, share, enter, leave)
+        short = [one.kind for one in readings if one.kind in over or one.own > enter]
         if not short:
             return Admit(forecast=case.forecasted)
-        return degrade(Overload(case=case, policy=policy, short=short, enter=enter, leave=leave))
+        return degrade(
+            Overload(case=case, policy=policy, short=short, over=over, enter=enter, leave=leave)
+        )
 
-    def _short(
+    def _over(
         self, ask: Ask, readings: list[Reading], share: float, enter: float, leave: float
-    ) -> list[Shortage]:
-        """Which budgets have no room for ``ask``; every gate is told its load."""
-        short = []
-        for reading in readings:
-            key = GateKey(ask.served, reading.kind, ask.slo.name, share, ask.tenant)
-            is_over = self._gates.tell(key, reading.pool, enter, leave)
-            if is_over or reading.own > enter:
-                short.append(reading.kind)
-        return short
+    ) -> frozenset[Shortage]:
+        """The budgets that are over for those who ask like ``ask``; every gate is told its load."""
+        return frozenset(
+            reading.kind
+            for reading in readings
+            if self._gates.tell(
+                GateKey(ask.served, reading.kind, ask.slo.name, share, ask.tenant),
+                reading.pool, enter, leave,
+            )
+        )  # fmt: skip
 
     def _case(self, ask: Ask, policy: Policy) -> Case:
         decoders = [
@@ -121,12 +128,16 @@ class Budget:
     # The books --------------------------------------------------------------------------------
 
     def charge(self, ask: Ask, max_tokens: int | None = None) -> None:
-        """Charge a request that was admitted, with ``max_tokens`` where it was clamped. A request
-        that :meth:`judge` told to wait is not charged."""
+        """Charge a request that was admitted, with ``max_tokens`` where it was clamped.
+
+        At once, before it waits for a worker: else those who come behind it are told that nobody
+        is before them. One that :meth:`judge` told to wait is not charged.
+        """
         if ask.request_id in self._books:
             return
         policy = self._policies.of(_model(ask.served))
         case = self._case(ask, policy)
+        ttft_ms = case.forecasted.ttft_ms
         self._books.charge(
             Charge(
                 request_id=ask.request_id,
@@ -138,9 +149,9 @@ class Budget:
                 num_tokens=case.num_tokens(ask.max_tokens if max_tokens is None else max_tokens),
                 cap_tokens=case.cap_tokens,
                 token_ms=case.token_ms(),
-                pace_ms=ask.slo.tbt_ms,
                 num_choices=ask.num_choices,
                 charged_s=ask.now_s,
+                begins_s=None if ttft_ms is None else ask.now_s + ttft_ms / 1000,
             )
         )
         self._books.forget(ask.now_s)

@@ -26,7 +26,7 @@ class Charge:
         num_tokens: that it is likely to generate, over all choices.
         cap_tokens: how many of them the decode budget's horizon has room for.
         token_ms: device time of each.
-        pace_ms: between two steps, when it decodes; each brings ``num_choices`` tokens.
+        begins_s: when it decodes: as predicted, until a claim says so. None: nobody can tell.
     """
 
     request_id: str
@@ -38,32 +38,37 @@ class Charge:
     num_tokens: float
     cap_tokens: float
     token_ms: float
-    pace_ms: float
     charged_s: float
+    begins_s: float | None = None
     num_choices: int = 1
     is_queued: bool = True  # no worker has it yet
-    begins_s: float | None = None  # to decode
+
+    @property
+    def num_steps(self) -> float:
+        """For which it decodes."""
+        return self.num_tokens / self.num_choices
 
     @property
     def whole_ms(self) -> float:
         """Its decode charge, as long as it has not begun."""
         return min(self.num_tokens, self.cap_tokens) * self.token_ms
 
-    def decode_ms(self, at_s: float) -> float:
-        """What is left of its decode charge at ``at_s``."""
+    def decode_ms(self, at_s: float, step_ms: float) -> float:
+        """What is left of its decode charge at ``at_s``, when each step takes ``step_ms``."""
         left = self.num_tokens
-        if self.begins_s is not None and self.pace_ms > 0:
-            steps = max(0.0, at_s - self.begins_s) * 1000 / self.pace_ms
+        if self.begins_s is not None and step_ms > 0:
+            steps = max(0.0, at_s - self.begins_s) * 1000 / step_ms
             left = max(0.0, left - steps * self.num_choices)
         return min(left, self.cap_tokens) * self.token_ms
 
 
 class Ahead(NamedTuple):
-    """Work that no worker has yet, before one request: device time, requests, prompt tokens."""
+    """Work that no worker has yet, before one request."""
 
-    ms: float = 0.0
-    num: float = 0.0
-    tokens: float = 0.0
+    ms: float = 0.0  # device time of the prefills
+    num: float = 0.0  # requests
+    tokens: float = 0.0  # of their prompts
+    steps: float = 0.0  # that they will decode for, together
 
 
 NOTHING_AHEAD = Ahead()
@@ -75,17 +80,21 @@ class _Sum:
 
     num: int = 0
     ms: float = 0.0
-    tokens: int = 0  # of their prompts
+    tokens: float = 0.0
+    steps: float = 0.0
 
-    def add(self, ms: float, tokens: int) -> None:
+    def add(self, ms: float, tokens: float = 0.0, steps: float = 0.0) -> None:
         self.num += 1
         self.ms += ms
         self.tokens += tokens
+        self.steps += steps
 
-    def remove(self, ms: float, tokens: int) -> None:
+    def remove(self, ms: float, tokens: float = 0.0, steps: float = 0.0) -> None:
         self.num -= 1
-        self.tokens -= tokens
-        self.ms = max(0.0, self.ms - ms) if self.num else 0.0
+        self.ms, self.tokens, self.steps = (
+            max(0.0, have - less) if self.num else 0.0
+            for have, less in ((self.ms, ms), (self.tokens, tokens), (self.steps, steps))
+        )
 
 
 @dataclass(slots=True)
@@ -119,10 +128,12 @@ class Books:
         self._served[charge.request_id] = charge.served
         pool = self._pools.setdefault(charge.served, _Pool())
         pool.charges[charge.request_id] = charge
-        pool.whole.add(charge.whole_ms, charge.num_prompt)
+        pool.whole.add(charge.whole_ms)
         if charge.is_queued:
             key = (charge.priority, charge.tenant)
-            pool.queued.setdefault(key, _Sum()).add(charge.prefill_ms, charge.num_prompt)
+            pool.queued.setdefault(key, _Sum()).add(
+                charge.prefill_ms, charge.num_prompt, charge.num_steps
+            )
         return True
 
     def place(self, request_id: str) -> None:
@@ -150,7 +161,7 @@ class Books:
             return None
         pool, charge = found
         self._unqueue(pool, charge)
-        pool.whole.remove(charge.whole_ms, charge.num_prompt)
+        pool.whole.remove(charge.whole_ms)
         del pool.charges[request_id], self._served[request_id]
         if not pool.charges:
             del self._pools[charge.served]
@@ -180,12 +191,14 @@ class Books:
         for (urgency, whose), total in pool.queued.items():
             if urgency >= priority:
                 before = by_tenant.get(whose, NOTHING_AHEAD)
-                by_tenant[whose] = _plus(before, total.ms, total.num, total.tokens)
+                by_tenant[whose] = _plus(
+                    before, Ahead(total.ms, total.num, total.tokens, total.steps)
+                )
         found = by_tenant.pop(tenant, NOTHING_AHEAD)
         turn_ms = found.ms + own_ms
-        for ms, num, tokens in by_tenant.values():
-            part = min(1.0, turn_ms / ms) if ms > 0 else 1.0
-            found = _plus(found, part * ms, part * num, part * tokens)
+        for theirs in by_tenant.values():
+            part = min(1.0, turn_ms / theirs.ms) if theirs.ms > 0 else 1.0
+            found = _plus(found, theirs, part)
         return found
 
     def queued_ms(self, served: str) -> float:
@@ -198,9 +211,9 @@ class Books:
         pool = self._pools.get(served)
         return 0.0 if pool is None else pool.whole.ms
 
-    def decode_ms(self, served: str, at_s: float) -> float:
+    def decode_ms(self, served: str, at_s: float, step_ms: float) -> float:
         """Decode charges as they will be at ``at_s``, if nothing is added."""
-        return sum(charge.decode_ms(at_s) for charge in self._charges(served))
+        return sum(charge.decode_ms(at_s, step_ms) for charge in self._charges(served))
 
     def pools(self) -> list[str]:
         """Those that have charges."""
@@ -223,7 +236,7 @@ class Books:
             return
         charge.is_queued = False
         key = (charge.priority, charge.tenant)
-        pool.queued[key].remove(charge.prefill_ms, charge.num_prompt)
+        pool.queued[key].remove(charge.prefill_ms, charge.num_prompt, charge.num_steps)
         if not pool.queued[key].num:
             del pool.queued[key]
 
@@ -243,8 +256,8 @@ class Books:
                 _check(total, mine)
 
 
-def _plus(sum_: Ahead, ms: float, num: float, tokens: float) -> Ahead:
-    return Ahead(sum_.ms + ms, sum_.num + num, sum_.tokens + tokens)
+def _plus(one: Ahead, other: Ahead, part: float = 1.0) -> Ahead:
+    return Ahead(*(mine + part * theirs for mine, theirs in zip(one, other, strict=True)))
 
 
 def _check(total: _Sum, parts: list[float]) -> None:

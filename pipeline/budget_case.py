@@ -7,7 +7,7 @@ A case predicts; what follows from it is decided in ``budget.py`` (is it over?) 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -28,7 +28,7 @@ from schemas.control import Beat
 from schemas.profiles import StepCosts
 
 EarlyRejection = Literal["predicted", "now", "off"]
-MAX_DRAIN_S = 60.0  # further nobody looks: workers may have come by then
+MAX_DRAIN_S = 300.0  # further nobody looks: workers may have come by then
 _FIRST_LOOK_S = 0.02
 _LOOKS = 5  # halvings between the last moment without room and the first with it
 
@@ -65,6 +65,7 @@ class Case:
     pool: Pool
     prefill: PrefillRoom | None
     _rooms: tuple[float, list[DecodeRoom]] | None = None
+    _pace: float | None = None
 
     @property
     def forecasted(self) -> Forecasted:
@@ -151,7 +152,7 @@ class Case:
         served, books = self.ask.served, self.pool.books
         used = books.whole_ms(served)
         if used > capacity / 2:  # else it does not matter how far they have run down
-            used = books.decode_ms(served, at_s)
+            used = books.decode_ms(served, at_s, self._step_ms())
         if capacity <= 0:
             return Reading("decode", math.inf, math.inf)
         left = max(capacity - need.num_tokens * self.token_ms(), capacity * 1e-3)
@@ -173,49 +174,82 @@ class Case:
             start = max(0.0, self.prefill.start_ms - wait_s * 1000)
             if math.isfinite(start):
                 at_s += (start + self.prefill.own_ms) / 1000
-            share = 1 / max(1, len(self.pool.decoders))
-            ahead = self.prefill.ahead
-            joining = Joining(ahead.num * share, ahead.tokens * share)
+                joining = self._joining(self.prefill, at_s - self.ask.now_s)
         if self._rooms is None or self._rooms[0] != at_s:
             rooms = decode_rooms(self.pool.decoders, self.pool.forecast, at_s, joining)
             self._rooms = (at_s, rooms)
         return self._rooms[1]
 
+    def _joining(self, room: PrefillRoom, later_s: float) -> Joining:
+        """Each decode worker's part of those in the queue that will have been prefilled and will
+        not have ended in ``later_s``. Their prefills end evenly until this request's begins."""
+        ahead, until_ms = room.ahead, max(room.start_ms, 1e-9)
+        if not ahead.num:
+            return Joining()
+        lifetime_ms = self._lifetime_ms(ahead.num, ahead.steps / ahead.num, until_ms)
+        last_ms = min(until_ms, later_s * 1000)
+        first_ms = max(0.0, later_s * 1000 - lifetime_ms)
+        part = max(0.0, last_ms - first_ms) / until_ms / len(self.pool.decoders)
+        return Joining(ahead.num * part, ahead.tokens * part)
+
+    def _lifetime_ms(self, num: float, num_steps: float, until_ms: float) -> float:
+        """How long each of ``num`` sequences decodes that come evenly until then. Each makes the
+        steps of all longer, so the fewer of them are there at once the sooner they go."""
+        step_ms, each_ms = self._step_ms(), self.token_ms() / len(self.pool.decoders)
+        if num_steps * (step_ms + num * each_ms) >= until_ms:
+            return num_steps * (step_ms + num * each_ms)  # the first is still there with the last
+        return num_steps * step_ms / (1 - num_steps * num * each_ms / until_ms)
+
+    def _step_ms(self) -> float:
+        """How long a decode step takes now."""
+        if self._pace is None:
+            rooms = decode_rooms(self.pool.decoders, self.pool.forecast, self.ask.now_s, Joining())
+            room = min(rooms, key=lambda one: one.shared_ms)
+            self._pace = room.costs.decode_base_ms + room.shared_ms
+        return self._pace
+
     # Later ------------------------------------------------------------------------------------
 
-    def drain_s(self, pool_load: float, own_load: float) -> float | None:
-        """Until when, from now, all loads are at or under these, if nothing else is admitted.
+    def drain_s(self, limits: Mapping[Shortage, float], own_load: float) -> float | None:
+        """Until when, from now, it would be admitted if nobody else is.
+
+        Args:
+            limits: of each budget's load; those that are not named have ``own_load``.
+            own_load: the limit beside the request's own part.
 
         Returns:
-            None when that can't be told: no worker is heard, or not within ``MAX_DRAIN_S``.
+            At most ``MAX_DRAIN_S``; None when nobody can tell: no worker is heard.
         """
-        last, look = 0.0, max(_FIRST_LOOK_S, self._prefill_drain_s(pool_load, own_load))
+        last, look = 0.0, max(_FIRST_LOOK_S, self._prefill_drain_s(limits, own_load))
         if not math.isfinite(look):
             return None
-        while not self._fits(look, pool_load, own_load):
+        while not self._fits(look, limits, own_load):
             if look >= MAX_DRAIN_S:
-                return None
+                return MAX_DRAIN_S
             last, look = look, min(look * 1.5, MAX_DRAIN_S)
         for _ in range(_LOOKS if last else 0):
             middle = (last + look) / 2
-            if self._fits(middle, pool_load, own_load):
+            if self._fits(middle, limits, own_load):
                 look = middle
             else:
                 last = middle
         return look
 
-    def _fits(self, wait_s: float, pool_load: float, own_load: float) -> bool:
+    def _fits(self, wait_s: float, limits: Mapping[Shortage, float], own_load: float) -> bool:
         return all(
-            reading.pool <= pool_load + _ROUNDING and reading.own <= own_load + _ROUNDING
+            reading.pool <= limits.get(reading.kind, own_load) + _ROUNDING
+            and reading.own <= own_load + _ROUNDING
             for reading in self.readings(wait_s)
         )
 
-    def _prefill_drain_s(self, pool_load: float, own_load: float) -> float:
+    def _prefill_drain_s(self, limits: Mapping[Shortage, float], own_load: float) -> float:
         """The prefill queue flows off evenly: no need to look for that."""
         target, room = self.ask.slo.ttft_ms, self.prefill
         if not target or room is None:
             return 0.0
-        may_start = min(pool_load * target, own_load * max(0.0, target - room.own_ms))
+        may_start = min(
+            limits.get("ttft", own_load) * target, own_load * max(0.0, target - room.own_ms)
+        )
         return max(0.0, room.start_ms - may_start) / 1000
 
 

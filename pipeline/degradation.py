@@ -32,13 +32,15 @@ class Overload:
     """A case that does not fit.
 
     Args:
-        short: the budgets that are over for it, the first in the order of a request's life.
+        short: the budgets that have no room for it, in the order of a request's life.
+        over: those of them that are over for all of its group, and stay so until they are left.
         enter, leave: loads, its share taken in.
     """
 
     case: Case
     policy: Policy
     short: Sequence[Shortage]
+    over: frozenset[Shortage]
     enter: float
     leave: float
 
@@ -48,9 +50,8 @@ class Overload:
         return self.short[0]
 
     def drain_s(self) -> float | None:
-        """When it would be admitted: each budget that is over must be left, the others not
-        entered. ``leave`` for all is the later of both, and less to look for."""
-        return self.case.drain_s(self.leave, self.enter)
+        """When it would be admitted: what is over must be left, the rest not be entered."""
+        return self.case.drain_s(dict.fromkeys(self.over, self.leave), self.enter)
 
 
 def degrade(over: Overload) -> Verdict:
@@ -97,18 +98,19 @@ def _wait(over: Overload) -> Verdict | None:
 
 
 def _clamp(over: Overload) -> Verdict | None:
-    """The most tokens with which the budget would be left again, at least the floor; that one
-    holds while the budget is not entered."""
+    """The most tokens that there is room for, with which a budget that is over would be left. At
+    least the floor, which holds while nothing is entered."""
     ask = over.case.ask
     floor = max(over.policy.clamp_floor * ask.num_choices, ask.min_tokens)
     if floor >= ask.max_tokens or not _CLAMPED.issuperset(over.short):
         return None
     if not _fits(over, floor, over.enter):
         return None
+    limit = over.leave if over.over else over.enter
     low, high = floor, ask.max_tokens - 1
     while low < high:
         middle = (low + high + 1) // 2
-        if _fits(over, middle, over.leave):
+        if _fits(over, middle, limit):
             low = middle
         else:
             high = middle - 1
