@@ -30,10 +30,12 @@ from infra.parse import (
     number,
     path,
     process_name,
+    profile_name,
     size_bytes,
     text,
     whole,
 )
+from infra.route_config import RouteConfig
 from infra.settings import SHARED_TABLE, Sources, load, setting
 from infra.transport.plan import CHOICES, TransportPlan, plan_transports
 from schemas.errors import ConfigError
@@ -120,7 +122,7 @@ def read_bus_env(file: Path) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ControlConfig:
+class ControlConfig(RouteConfig):
     """The control process: admission and router."""
 
     table: ClassVar[str] = "control"
@@ -209,6 +211,8 @@ class WorkerConfig:
         "kv_transports ucx: 127.0.0.1 unless given",
     )  # fmt: skip
     kv_ucx_port: int = setting(0, _PORT, "TCP port at that address; 0: any free one")
+    rack: str = setting("", text, "rack it stands in: KV goes to workers near by, if it can")
+    zone: str = setting("", text, "zone it stands in, of several racks")
     block_size: int = setting(16, whole(1, 256), "tokens per KV block; equal on all workers")
     max_num_sequences: int = setting(64, whole(1, 4096), "sequences in one running batch")
     max_batch_tokens: int = setting(512, whole(16, 65536), "tokens computed in one step")
@@ -220,6 +224,10 @@ class WorkerConfig:
     speed: float = setting(
         1.0, number(0.001, 1000), "simulated engine: times of the cost model are divided by this"
     )
+    profile: str | None = setting(
+        None, profile_name, "what its steps cost at first, NAME or FILE as of mesh profile; a "
+        "simulated engine runs on it. Default: what is registered for such workers",
+    )  # fmt: skip
     crew: Path | None = setting(
         None, path, "file of simulated workers that this process is, in place of one"
     )

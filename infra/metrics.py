@@ -23,6 +23,7 @@ _SECONDS = (
 )  # fmt: skip
 # Token gaps: finer around the 5 to 200 ms in which readers notice differences.
 _GAPS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5, 10)
+_RATIOS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2, 4, 10)
 _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 131072)
 
 
@@ -71,6 +72,25 @@ class Metrics:
             registry=registry, buckets=_TOKENS,
         )  # fmt: skip
 
+        # The waiting room of admission
+        self.waiting_requests = Gauge(
+            "mesh_waiting_requests", "Accepted requests that wait in this control process for a "
+            "worker with room, by priority, those beyond 16 as that", ["model", "priority"],
+            registry=registry,
+        )  # fmt: skip
+        self.waiting_seconds = Histogram(
+            "mesh_waiting_seconds", "How long they waited there", registry=registry,
+            buckets=_SECONDS,
+        )  # fmt: skip
+        self.tenant_requests = Counter(
+            "mesh_tenant_requests_total", "Requests let go to the workers, by tenant: the first 32 "
+            "that come, the others together", ["tenant"], registry=registry,
+        )  # fmt: skip
+        self.tenant_tokens = Counter(
+            "mesh_tenant_tokens_total", "What they were charged in fairness between tenants: "
+            "uncached prompt tokens, and 2 for each token expected", ["tenant"], registry=registry,
+        )  # fmt: skip
+
         # Stages
         self.stage_handled = Counter(
             "mesh_stage_handled_total", "Work messages by stage and outcome",
@@ -117,6 +137,11 @@ class Metrics:
         self.step_seconds = TallyHistogram(
             "mesh_step_seconds", "One engine step", registry=registry, buckets=_GAPS
         )
+        self.step_pace = Gauge(
+            "mesh_step_pace_ratio", "How long steps took lately, divided by how long they should "
+            "have by the costs that this worker tells: 1 where its forecasts are right",
+            ["part"], registry=registry,
+        )  # fmt: skip
         self.sequences = Gauge(
             "mesh_sequences", "Sequences in this engine: running or waiting",
             ["state"], registry=registry,
@@ -202,6 +227,15 @@ class Metrics:
         self.kv_index_evicted = Counter(
             "mesh_kv_index_evicted_total", "Blocks forgotten because the index was full",
             registry=registry,
+        )  # fmt: skip
+        self.placements = Counter(
+            "mesh_placements_total", "Tasks placed, by role and reason: prefix, load, suffix (it "
+            "stays at a decode worker), or any (whoever pulls first)", ["role", "reason"],
+            registry=registry,
+        )  # fmt: skip
+        self.prefill_predicted = Histogram(
+            "mesh_prefill_predicted_ratio", "From placing a prompt by name to its first token, "
+            "divided by what was predicted", registry=registry, buckets=_RATIOS,
         )  # fmt: skip
         self.kv_index_lookups = Counter(
             "mesh_kv_index_lookups_total", "Prompts looked up: hit, somebody holds the first "

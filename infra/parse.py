@@ -121,6 +121,13 @@ def path(raw: object) -> Path:
         raise ValueError(f"{raw!r}: {error}") from error
 
 
+def profile_name(raw: object) -> str:
+    """The name of a worker profile, or the absolute path of its file: what has a slash, or ends in
+    ``.toml``."""
+    name = text(raw)
+    return str(path(name)) if "/" in name or name.endswith(".toml") else name
+
+
 def size_bytes(low: int) -> Callable[[object], int]:
     """Bytes, at least ``low``: a number, or text such as ``2GB`` (10^9) or ``512MiB`` (2^20)."""
 

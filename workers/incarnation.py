@@ -117,6 +117,7 @@ class Incarnation:
             block_size=info.block_size,
             kv_seq=self._events.seq,
             costs=self._host.engine.meter.costs,
+            profile=self._host.engine.meter.profile,
             kv_token_bytes=info.kv_token_bytes,
         )
 
@@ -301,6 +302,14 @@ class Incarnation:
                     self._host.load, self._host.blocks = await self._host.thread.call(
                         lambda engine: (engine.load(), engine.block_states())
                     )
+            await self._learn()
+
+    async def _learn(self) -> None:
+        """What the engine's steps cost, when it has made some. Beside the loop: it takes as long as
+        a step or two."""
+        meter = self._host.engine.meter
+        if meter.is_due:
+            await asyncio.to_thread(meter.learn)
 
     async def _until_drained_or_fenced(self) -> None:
         async with task_scope() as tasks:
@@ -365,4 +374,6 @@ class Incarnation:
         metrics = self._ctx.metrics
         metrics.sequences.labels("running").set(load.num_running)
         metrics.sequences.labels("waiting").set(load.num_waiting)
+        for part, pace in self._host.engine.meter.pace.items():
+            metrics.step_pace.labels(part).set(pace)
         self._host.tiers.show(metrics, self._host.blocks)

@@ -19,6 +19,7 @@ from workers.factory import build_engine
 from workers.host import Host, running_host
 from workers.incarnation import Incarnation
 from workers.kv.disk import DiskPlan
+from workers.own_profile import begin_with_own, named_profile
 
 
 async def serve_worker(ctx: RoleContext, config: WorkerConfig) -> None:
@@ -27,9 +28,14 @@ async def serve_worker(ctx: RoleContext, config: WorkerConfig) -> None:
     Raises:
         ModelUnsupported: the model can't be loaded.
         EngineFailed: the engine broke; a new process is needed.
-        ConfigError: UCX can't work at the address that it was given.
+        ConfigError: UCX can't work at the address that it was given, or there is no profile of
+            the name that it was given.
+        BusUnavailable: such a profile can't be looked up.
     """
-    engine, served = await asyncio.to_thread(build_engine, config)
+    profile = await named_profile(ctx.bus, config)
+    engine, served = await asyncio.to_thread(build_engine, config, profile)
+    if profile is None:
+        await begin_with_own(ctx.bus, engine, served, config.threads, ctx.log)
     async with running_host(
         engine,
         served,

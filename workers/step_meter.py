@@ -2,8 +2,9 @@
 
 ::
 
-    engine's thread    note()   every step, into a bucket of steps of about its shape
-    any other          learn()  every few seconds: costs fitted to what the buckets hold
+    engine's thread    note()   every step
+    any other          learn()  every few seconds: sorts the steps into buckets by their shapes,
+                                and fits costs to what the buckets hold
     beats, Load        costs    the fit where it is good enough, else the profile at the pace that
                                 was measured, else None
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from pipeline.cost_fit import (
     PARTS,
@@ -34,9 +35,11 @@ from schemas.profiles import StepCosts, WorkerProfile
 if TYPE_CHECKING:
     from workers.engine.scheduler import Chunk
 
+_NEW = 1024  # steps that are not sorted yet
 _KEPT = 8  # steps of one shape
 _KEPT_MIXED = 64  # steps that prefill and decode, of all shapes together
 _MIXED: Final = -1
+_NOTHING: Final = (0, 0, 0, 0)
 _MEMORY_S = 900.0  # older steps say nothing of what the machine does now
 _LEARN_S = 2.0  # between two fits, each of which takes some milliseconds
 _FEWEST_NEW = 4  # steps since the last fit
@@ -44,21 +47,10 @@ _MOST_ERROR = 0.3  # mean relative error of a fit that is told to others
 _MOST_PACE = 20.0  # a profile that is further off is not this worker's
 
 
-class StepShape(NamedTuple):
-    """What a step computes; see ``StepSample``."""
-
-    num_tokens: int
-    num_squares: int
-    context_tokens: int
-    num_sequences: int
-
-
-class _Noted(NamedTuple):
-    """A step as it was noted."""
-
-    shape: StepShape
-    seconds: float
-    at_s: float
+# What a step computes: num_tokens, num_squares, context_tokens, num_sequences of a StepSample. One
+# that was noted: its shape, seconds, and when. Plain tuples, for they are made at every step.
+StepShape = tuple[int, int, int, int]
+_Noted = tuple[StepShape, float, float]
 
 
 def step_shape(chunks: Sequence[Chunk]) -> StepShape:
@@ -73,7 +65,7 @@ def step_shape(chunks: Sequence[Chunk]) -> StepShape:
         else:
             num_tokens += count
             num_squares += chunk_squares(start, start + count)
-    return StepShape(num_tokens, num_squares, context, num_sequences)
+    return num_tokens, num_squares, context, num_sequences
 
 
 class StepMeter:
@@ -99,6 +91,7 @@ class StepMeter:
         self._is_chosen = False
         self._first: StepCosts | None = None  # of the profile
         self._clock = clock
+        self._new: deque[_Noted] = deque(maxlen=_NEW)
         self._buckets: dict[int, deque[_Noted]] = {}
         self._num_noted = self._num_learned = 0
         self._learned_s = clock()
@@ -118,15 +111,10 @@ class StepMeter:
             self._first = self.costs = profile.costs
 
     def note(self, shape: StepShape, seconds: float) -> None:
-        """A step took so long. From the engine's thread; a microsecond or two per step."""
-        if self._is_chosen or not (shape.num_tokens or shape.num_sequences):
+        """A step took so long. From the engine's thread; half a microsecond."""
+        if self._is_chosen or shape == _NOTHING:
             return
-        key = _bucket_of(shape)
-        bucket = self._buckets.get(key)
-        if bucket is None:
-            bucket = deque(maxlen=_KEPT_MIXED if key == _MIXED else _KEPT)
-            self._buckets = {**self._buckets, key: bucket}  # another thread may walk the old one
-        bucket.append(_Noted(shape, seconds, self._clock()))
+        self._new.append((shape, seconds, self._clock()))
         self._num_noted += 1
 
     @property
@@ -140,7 +128,7 @@ class StepMeter:
         where the fit is too bad."""
         since_s, now_s = self._learned_s, self._clock()
         self._num_learned, self._learned_s = self._num_noted, now_s
-        noted = [one for bucket in self._buckets.values() for one in bucket.copy()]
+        noted = self._sorted()
         if self.costs is not None:
             recent = _samples(noted, since_s)
             paces = {part: pace_of(self.costs, recent, part) for part in self.parts}
@@ -154,8 +142,19 @@ class StepMeter:
         return fit
 
     def samples(self) -> list[StepSample]:
-        """All that was noted and is still kept."""
-        return _samples([one for bucket in self._buckets.values() for one in bucket.copy()], 0.0)
+        """All that was noted and is still kept. Where :meth:`learn` may be called."""
+        return _samples(self._sorted(), 0.0)
+
+    def _sorted(self) -> list[_Noted]:
+        """Put what is new into its buckets; what all of them hold."""
+        while self._new:
+            noted = self._new.popleft()
+            key = _bucket_of(*noted[0])
+            if key not in self._buckets:
+                kept = _KEPT_MIXED if key == _MIXED else _KEPT
+                self._buckets[key] = deque(maxlen=kept)
+            self._buckets[key].append(noted)
+        return [one for bucket in self._buckets.values() for one in bucket]
 
     def _paced(self, samples: Sequence[StepSample]) -> StepCosts:
         """The profile's costs, each part at the pace of its steps; unknown without a profile."""
@@ -193,13 +192,13 @@ def _good_fit(samples: Sequence[StepSample], others: StepCosts) -> CostFit | Non
 
 
 def _samples(noted: Sequence[_Noted], since_s: float) -> list[StepSample]:
-    return [StepSample(*one.shape, one.seconds * 1e3) for one in noted if one.at_s >= since_s]
+    return [StepSample(*shape, s * 1e3) for shape, s, at_s in noted if at_s >= since_s]
 
 
-def _bucket_of(shape: StepShape) -> int:
+def _bucket_of(num_tokens: int, num_squares: int, context_tokens: int, num_sequences: int) -> int:
     """Steps of one bucket are within a factor of two of each other, in every respect."""
-    if not shape.num_sequences:
-        return shape.num_tokens.bit_length() << 16 | shape.num_squares.bit_length()
-    if shape.num_tokens:
+    if not num_sequences:
+        return num_tokens.bit_length() << 16 | num_squares.bit_length()
+    if num_tokens:
         return _MIXED
-    return shape.num_sequences.bit_length() << 8 | shape.context_tokens.bit_length()
+    return num_sequences.bit_length() << 8 | context_tokens.bit_length()

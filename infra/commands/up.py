@@ -27,6 +27,7 @@ ALSO = {
         "kv_ucx_host",
         "threads",
         "speed",
+        "profile",
     ),
 }
 

@@ -137,6 +137,7 @@ class EngineInfo:
     block_bytes: int
     fingerprint: str  # readers of our blocks must have the same
     dtype: str = ""  # of the weights; "" where there are none
+    device: str = ""  # its name, if it is not the CPU
     simulated_token_bytes: int = 0  # of KV, as others are to be told; 0: those that it has
 
     @property

@@ -11,6 +11,7 @@ more, for the padding of steps. To and from the host tier blocks go straight, on
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +29,7 @@ from workers.engine.device.inputs import (
     pack_decodes,
     pack_step,
 )
-from workers.engine.device.select import current
+from workers.engine.device.select import current, device_name
 from workers.engine.device.step import DeviceStep
 from workers.engine.engine_info import engine_info
 from workers.engine.forward import packed_logits
@@ -85,7 +86,8 @@ class DeviceRunner:
         self._graphs = (
             Graphs(self._forward, self._device) if self._is_cuda and decode.is_recordable else None
         )
-        self.info = engine_info(self._device.type, loaded.facts, layout, len(shared))
+        info = engine_info(self._device.type, loaded.facts, layout, len(shared))
+        self.info = replace(info, device=device_name(self._device))
         self.scan: Scan = TORCH_SCAN
 
     def execute(self, batch: Seq[ScheduledSequence]) -> list[Sampled]:

@@ -34,3 +34,8 @@ def current(device: torch.device) -> AbstractContextManager[object]:
     """Within it, ``device`` is this thread's current one: that is where kernels of others than
     torch are launched. New threads begin with device 0."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def device_name(device: torch.device) -> str:
+    """What it is called before people, "NVIDIA H200"; "" for the CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
