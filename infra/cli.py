@@ -25,6 +25,7 @@ COMMANDS = {
     "generate": "infra.commands.generate:generate",
     "load": "loadgen.cli:load_app",
     "bench": "loadgen.cli:bench_app",
+    "simulate": "loadgen.simulate.command:simulate",
     "chaos": "loadgen.chaos.command:chaos",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from jinja2 import Environment, select_autoescape
@@ -47,8 +48,8 @@ _TABLE = """<table><tr><th>{{ corner }}</th>{% for name in columns %}<th>{{ name
 {% endfor %}</table>"""
 
 
-def html_report(report: LoadReport, recorder: Recorder) -> str:
-    """The page of ``report``, with plots of what ``recorder`` holds."""
+def html_report(report: LoadReport, recorder: Recorder, more_plots: Sequence[str] = ()) -> str:
+    """The page of ``report``, with plots of what ``recorder`` holds, and behind them others."""
     environment = Environment(autoescape=select_autoescape(default=True, default_for_string=True))
 
     def table(corner: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> Markup:
@@ -65,7 +66,7 @@ def html_report(report: LoadReport, recorder: Recorder) -> str:
         latencies=[(name, *cells(spread)) for name, spread in latency_rows(summary)],
         tenants=[(name or "-", *cells(one.ttft_ms)) for name, one in report.by_tenant.items()],
         errors=[(kind, str(one.num), one.example) for kind, one in summary.errors.items()],
-        plots=[Markup(plot) for plot in _plots(report, recorder)],
+        plots=[Markup(plot) for plot in (*_plots(report, recorder), *more_plots)],
         stages=[
             (row, str(time.num), f"{time.mean_ms:.2f}", f"{time.total_s:.2f}")
             for row, time in report.stages.items()
@@ -75,9 +76,11 @@ def html_report(report: LoadReport, recorder: Recorder) -> str:
     )
 
 
-def write_html(report: LoadReport, recorder: Recorder, path: Path) -> None:
+def write_html(
+    report: LoadReport, recorder: Recorder, path: Path, more_plots: Sequence[str] = ()
+) -> None:
     """Write the page to ``path``."""
-    path.write_text(html_report(report, recorder))
+    path.write_text(html_report(report, recorder, more_plots))
 
 
 def _plots(report: LoadReport, recorder: Recorder) -> list[str]:

@@ -80,12 +80,13 @@ def make_report(
         summary=summary,
         generator=_judge_generator(recorder),
         machine=machine,
-        by_tenant=_by_tenant(settings, recorder),
+        by_tenant=by_tenant(recorder, settings.slo_ms),
         stages=dict(stages or {}),
     )
 
 
-def _by_tenant(settings: LoadSettings, recorder: Recorder) -> dict[str, Summary]:
+def by_tenant(recorder: Recorder, slo_ms: dict[str, float]) -> dict[str, Summary]:
+    """The figures of each tenant, where there are several."""
     tenants = sorted({result.tenant for result in recorder.results})
     if len(tenants) < 2:
         return {}
@@ -93,7 +94,7 @@ def _by_tenant(settings: LoadSettings, recorder: Recorder) -> dict[str, Summary]
         tenant: summarize(
             [result for result in recorder.results if result.tenant == tenant],
             wall_s=recorder.wall_s,
-            slo_ms=settings.slo_ms,
+            slo_ms=slo_ms,
         )
         for tenant in tenants
     }

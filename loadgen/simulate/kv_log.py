@@ -48,7 +48,9 @@ class KvLog:
     def _flush(self) -> None:
         held, self._held = self._held, {}
         parents, self._parents = self._parents, {}
-        stored, removed, last = [], [], None
+        stored: list[bytearray] = []
+        removed: list[bytes] = []
+        last = None
         for name, num_blocks in held.items():
             told = self._told.get(name, 0)
             if num_blocks > told:

@@ -152,7 +152,7 @@ def _result(
     virtual_s = max([requests[-1].due_s, *ends_s])
     recorder = Recorder(results=[request.result for request in requests])
     recorder.started_s, recorder.ended_s = 0.0, virtual_s
-    recorder.num_ended = recorder.num_in_flight = len(done)
+    recorder.num_ended = len(done)
     recorder.num_output_tokens = sum(len(request.result.event_s) for request in done)
     slo_ms = {"ttft": plan.policy.slo_ttft_ms, "tbt": plan.policy.slo_tbt_ms}
     return SimulationResult(
