@@ -7,6 +7,7 @@ decide at once is settled by record and claim.
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from pathlib import Path
 
@@ -20,7 +21,9 @@ from pipeline.backlog import Backlog
 from pipeline.claim_chain import ClaimChain
 from pipeline.fleet import Fleet
 from pipeline.index_feed import IndexFeed
-from pipeline.placement import LeastLoaded
+from pipeline.outlook import Outlook
+from pipeline.placed_feed import PlacedFeed
+from pipeline.placement import Placement, RouteSettings, make_placement
 from pipeline.prefixes import Prefixes
 from pipeline.radix_index import RadixIndex
 from pipeline.registry import Registry
@@ -30,10 +33,12 @@ from pipeline.takeover import TakeOver, redeliver_to_control
 from pipeline.tokenize_service import TokenizeService
 from pipeline.tokenizing import ChatTokenizer
 from pipeline.unclaimed import Unclaimed
+from schemas.control import Beat
 from schemas.kv import KvReady
 from schemas.models import ModelCard
 from schemas.requests import InferenceRequest
 from schemas.subjects import served
+from schemas.tokens import Claim
 
 
 async def serve_control(ctx: RoleContext, config: ControlConfig) -> None:
@@ -49,7 +54,22 @@ async def serve_control(ctx: RoleContext, config: ControlConfig) -> None:
     fleet = Fleet(bus.times.dead_s, time.monotonic())
     index = RadixIndex(config.kv_index_blocks)
     feed = IndexFeed(bus, index, fleet, ctx.metrics, ctx.log)
-    placement = LeastLoaded(fleet, Prefixes(index, fleet, ctx.metrics))
+    outlook = Outlook(fleet, beat_s=bus.times.beat_s)
+    placed = PlacedFeed(bus, outlook, ctx.process, ctx.log)
+    prefixes = Prefixes(index, fleet, ctx.metrics)
+    placement = _placement(ctx, config, fleet, prefixes, outlook, placed)
+
+    def hear_beat(beat: Beat) -> None:
+        feed.hear_beat(beat)
+        outlook.hear_beat(beat, time.monotonic())
+
+    def hear_claim(claim: Claim) -> None:
+        backlog.note_claim(claim)
+        outlook.hear_claim(claim, time.monotonic())
+
+    def hear_end(request_id: str, num_tokens: int | None) -> None:
+        outlook.hear_end(request_id, num_tokens, time.monotonic())
+
     registry = Registry(bus)
     backlog = Backlog(bus, config.max_queued_requests)
     admission = Admission(stage_ctx, registry, placement, backlog)
@@ -71,7 +91,7 @@ async def serve_control(ctx: RoleContext, config: ControlConfig) -> None:
         kv_ready_consumer(bus.times),
         parse_as(KvReady),
         lambda ready: ready.reader,
-        Router(stage_ctx, placement).handle,
+        Router(stage_ctx, placement, outlook).handle,
     )
     takeover = TakeOver(
         bus,
@@ -80,14 +100,16 @@ async def serve_control(ctx: RoleContext, config: ControlConfig) -> None:
         ctx.metrics,
         ctx.log,
         placement=placement,
-        on_claim=backlog.note_claim,
-        on_beat=feed.hear_beat,
+        on_claim=hear_claim,
+        on_end=hear_end,
+        on_beat=hear_beat,
     )
     unclaimed = Unclaimed(bus, stage_ctx.chain, takeover.attendance, ctx.log)
     questions = TokenizeService(bus, registry, admission.tokenizer_of, ctx.log)
     async with task_scope() as tasks:
         tasks.create_task(questions.run(), name="tokenize")
         tasks.create_task(feed.run(), name="kv index")
+        tasks.create_task(placed.run(), name="placed")
         tasks.create_task(takeover.run(), name="take-over")
         tasks.create_task(registry.run(), name="registry")
         tasks.create_task(unclaimed.run(), name="unclaimed")
@@ -97,6 +119,29 @@ async def serve_control(ctx: RoleContext, config: ControlConfig) -> None:
         async with asyncio.TaskGroup() as stages:
             stages.create_task(admit.run(), name="admission")
             stages.create_task(route.run(), name="kv-ready")
+
+
+def _placement(
+    ctx: RoleContext,
+    config: ControlConfig,
+    fleet: Fleet,
+    prefixes: Prefixes,
+    outlook: Outlook,
+    placed: PlacedFeed,
+) -> Placement:
+    settings = RouteSettings.of(config)
+    return make_placement(
+        settings.policy,
+        fleet,
+        prefixes,
+        outlook,
+        clock=time.monotonic,
+        rng=random.Random(),
+        settings=settings,
+        process=ctx.process,
+        on_placed=placed.say,
+        on_decision=lambda role, reason: ctx.metrics.placements.labels(role, reason).inc(),
+    )
 
 
 async def _stop_when_draining(

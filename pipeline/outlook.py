@@ -70,6 +70,7 @@ class Outlook:
         self._known: dict[str, _Known] = {}
         self._tables: dict[str, PoolTable] = {}
         self._lengths = AnswerLengths()
+        self._due: dict[str, tuple[float, float]] = {}  # placed when, predicted ms; oldest first
         self._now_s = -math.inf
         self._inflow: tuple[str, float, float, tuple[float, float]] | None = None
 
@@ -116,6 +117,11 @@ class Outlook:
         self._turn(now_s)
         sent = _Sent(placed.served, placed.role, placed.prefill_ms, placed.num_tokens, now_s)
         self._send(placed.worker, placed.request_id, sent, now_s)
+        known = self._known.get(placed.worker)
+        if known is not None and placed.prefill_ms > 0:
+            self._due[placed.request_id] = (now_s, self.prefill_wait_ms(known.beat, now_s) or 0.0)
+            if len(self._due) > MAX_SENT:
+                del self._due[next(iter(self._due))]
 
     def hear_claim(self, claim: Claim, now_s: float) -> None:
         """A worker took a request, placed there by name or not."""
@@ -136,6 +142,7 @@ class Outlook:
     def hear_end(self, request_id: str, num_tokens: int | None, now_s: float) -> None:
         """A request ended; ``num_tokens`` of all its choices, None when it was cut off."""
         self._turn(now_s)
+        self._due.pop(request_id, None)
         self._lengths.end(request_id, num_tokens)
 
     def drop(self, worker: str) -> None:
@@ -193,6 +200,12 @@ class Outlook:
         mean = self._lengths.mean(served)
         return float(max_tokens) if mean is None else min(mean, float(max_tokens))
 
+    def take_ratio(self, request_id: str, now_s: float) -> float | None:
+        """How long the prompt took that is done now, since it was placed by name, divided by what
+        was predicted then; None when nothing was."""
+        placed_s, predicted_ms = self._due.pop(request_id, (now_s, 0.0))
+        return 1000 * (now_s - placed_s) / predicted_ms if predicted_ms > 0 else None
+
     # The books -------------------------------------------------------------------------------
 
     def _turn(self, now_s: float) -> None:
@@ -204,6 +217,9 @@ class Outlook:
             return
         known.sent[request_id] = sent
         self._count(known.beat, sent, now_s)
+        row = self.table(known.beat.served).row(worker)
+        if row is not None and sent.role == "prefill":
+            self.table(known.beat.served).note_work(row, sent.prefill_ms or 1.0, now_s)
 
     def _count(self, beat: Beat, sent: _Sent, now_s: float) -> None:
         """Put one that no beat has told of into the worker's row."""
@@ -218,6 +234,10 @@ class Outlook:
             passed_ms = 1000 * max(0.0, now_s - float(table.column("wait_s")[row]))
             table.set("wait_ms", row, max(0.0, wait_ms - passed_ms) + sent.prefill_ms)
             table.set("wait_s", row, now_s)
+        else:
+            table.add("num_since", row, 1)
+            table.add("since_tokens", row, sent.num_tokens)
+            table.add("free_tokens", row, -sent.num_tokens)
 
     def _num_since(self, worker: str, role: str) -> int:
         known = self._known.get(worker)

@@ -1,50 +1,102 @@
 """Which worker gets a task: what it holds of the prompt, and how much it has to do.
 
-    burden of a worker    its sequences, waiting ones included, and those sent since its last beat,
-                          + its waiting prompt tokens / 256
-    credit                what it holds of this prompt / 256 (on disk: half), at most 4
-
-The least burden minus credit wins. So a worker that holds the prompt is preferred until it has four
-sequences more to do than another; then that one computes or fetches the prompt, holds it from then
-on, and is preferred as well: a hot prefix spreads, and a cold worker gets its share.
+    who has room, and was heard lately     pipeline/weighing.py, from the outlook's tables
+    one of them                            pipeline/route_policies.py
+    or a decode worker itself              when it holds most of the prompt and the rest is short
+    and whom to fetch blocks from          those that hold more than it does
 
 A task is placed by name when there is a reason to; else it goes to ``any`` and whoever pulls
-first has it. Pure but for the fleet and the index that it reads.
+first has it: where there is nobody, one alone, or none with room. What is placed by name counts
+from that moment on, here and, as ``Placed`` on the bus, with the other routers.
+
+Pure but for the fleet, the index and the outlook that it reads: time and chance are passed in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Protocol
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
 
+from infra.route_config import RouteConfig
 from pipeline.fleet import Fleet
-from pipeline.prefix_walk import TIERS, Match
+from pipeline.lenders import kv_sources
+from pipeline.outlook import Outlook
+from pipeline.prefix_walk import Match
 from pipeline.prefixes import Prefixes
-from schemas.control import Beat
+from pipeline.route_policies import RoutePolicy, make_policy
+from pipeline.scoring import Weights
+from pipeline.suffix import SUFFIX, SuffixRule, stay_place
+from pipeline.topology import Distances, Links
+from pipeline.weighing import Pool, Weighed
+from schemas.control import Placed
 from schemas.kv import KvReady, KvSource
 from schemas.requests import RequestRecord
 from schemas.subjects import ANY
 
-MAX_SOURCES = 3  # workers named to fetch from: one may be gone, one busy
-_TOKENS_PER_SEQUENCE = 256  # prompt tokens that weigh as much as one sequence
-_MAX_CREDIT = 4.0
-_DISK_SHARE = 0.5  # of the worth of a block in memory
+_ID_BYTES = 4
+_UNKNOWN_ANSWER = 256  # tokens of an answer whose record is too large to come along
+
+Reason = Literal["any", "prefix", "load", "suffix"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillPlace:
-    """Where a prefill task goes, and whom to ask for what that worker does not hold itself."""
+    """Where a prefill task goes, and whom to ask for what that worker does not hold itself.
+
+    The times are predictions, 0 where costs are not known or nobody is named.
+    """
 
     worker: str  # or ``any``
     sources: tuple[KvSource, ...] = ()
+    reason: Reason = "any"
+    wait_ms: float = 0.0
+    prefill_ms: float = 0.0
+    num_cached: int = 0  # tokens of the prompt that the worker holds, as far as is known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteSettings:
+    """What the settings ``control.route_*`` say."""
+
+    policy: str = "score"
+    weights: Weights = field(default_factory=Weights)
+    links: Links = field(default_factory=Links)
+    suffix: SuffixRule = field(default_factory=SuffixRule)
+
+    @classmethod
+    def of(cls, config: RouteConfig) -> RouteSettings:
+        """What a configuration says."""
+        return cls(
+            policy=config.route_policy,
+            weights=Weights(
+                hit=config.route_hit,
+                queue=config.route_queue,
+                load=config.route_load,
+                transfer=config.route_transfer,
+                finish=config.route_finish,
+                backlog=config.route_backlog,
+                spread=config.route_spread,
+                temperature=config.route_temperature,
+            ),
+            links=Links(
+                host=config.route_link_host,
+                rack=config.route_link_rack,
+                zone=config.route_link_zone,
+                other=config.route_link_other,
+            ),
+            suffix=SuffixRule(
+                max_tokens=config.route_suffix_tokens, hold_ms=config.route_suffix_hold_ms
+            ),
+        )
 
 
 class Placement(Protocol):
     """Chooses workers."""
 
     def place_prefill(self, record: RequestRecord) -> PrefillPlace:
-        """Where ``record`` is computed. Equal fleets and indexes give equal places."""
+        """Where ``record`` is computed."""
 
     def decode_worker(self, served: str, ready: KvReady) -> str:
         """A worker id, or ``any``."""
@@ -58,123 +110,190 @@ class Placement(Protocol):
         """Whether a record would make a difference to a place."""
 
 
-@dataclass(slots=True)
-class LeastLoaded:
-    """The worker with the least to do, as far as its last beat and what we sent since tell, and
-    with some credit for what it holds.
-
-    With no worker known, or none with a free slot, a task goes to ``any``: the first worker that
-    has room takes it.
+def make_placement(
+    policy: str,
+    fleet: Fleet,
+    prefixes: Prefixes | None,
+    outlook: Outlook,
+    *,
+    clock: Callable[[], float],
+    rng: random.Random,
+    settings: RouteSettings | None = None,
+    process: str = "",
+    on_placed: Callable[[Placed], None] = lambda placed: None,
+    on_decision: Callable[[str, str], None] = lambda role, reason: None,
+) -> Placement:
+    """The placement of that name: one of ``route_policies.POLICIES``.
 
     Args:
+        fleet: knows who is alive; the outlook is filled beside it.
         prefixes: None: nothing is known of what workers hold.
-    """
+        clock: monotonic seconds, the same that the outlook is fed with.
+        process: who places, for the other routers.
+        on_placed: hears what was placed by name; the outlook here has counted it already.
+        on_decision: hears each decision's role and reason.
 
-    fleet: Fleet
-    prefixes: Prefixes | None = None
-    _sent: dict[str, tuple[int, Beat]] = field(default_factory=dict)  # since that beat
+    Raises:
+        ConfigError: there is no such policy.
+    """
+    settings = settings or RouteSettings()
+    chosen = make_policy(policy, settings.weights)
+    return PolicyPlacement(
+        chosen, fleet, prefixes if chosen.sees_prefixes else None, outlook, settings,
+        clock=clock, rng=rng, process=process, on_placed=on_placed, on_decision=on_decision,
+    )  # fmt: skip
+
+
+class PolicyPlacement:
+    """See :func:`make_placement`."""
+
+    def __init__(
+        self,
+        policy: RoutePolicy,
+        fleet: Fleet,
+        prefixes: Prefixes | None,
+        outlook: Outlook,
+        settings: RouteSettings,
+        *,
+        clock: Callable[[], float],
+        rng: random.Random,
+        process: str,
+        on_placed: Callable[[Placed], None],
+        on_decision: Callable[[str, str], None],
+    ) -> None:
+        self._policy = policy
+        self._fleet = fleet
+        self._prefixes = prefixes
+        self._outlook = outlook
+        self._suffix = settings.suffix
+        self._distances = Distances(settings.links)
+        self._clock = clock
+        self._rng = rng
+        self._process = process
+        self._on_placed = on_placed
+        self._on_decision = on_decision
 
     @property
     def knows_prefixes(self) -> bool:
         """See :class:`Placement`."""
-        return self.prefixes is not None and not self.prefixes.is_empty
-
-    def place_prefill(self, record: RequestRecord) -> PrefillPlace:
-        """See :class:`Placement`."""
-        beats = self.fleet.workers(record.served, "prefill")
-        matches = self._find(record)
-        credit = {beat.worker: _credit(matches.get(beat.worker), beat) for beat in beats}
-        worker = self._least_loaded(beats, credit)
-        chosen = [beat for beat in beats if worker in (beat.worker, ANY)]
-        return PrefillPlace(worker=worker, sources=self._sources(record, chosen, matches))
-
-    def decode_worker(self, served: str, ready: KvReady) -> str:
-        """See :class:`Placement`. Only workers that can read the handle are asked; of those with
-        equally much to do, the one that holds most of the prompt."""
-        everyone = self.fleet.workers(served, "decode")
-        able = [beat for beat in everyone if beat.fingerprint == ready.handle.fingerprint]
-        if able and len(able) < len(everyone):  # ``any`` may be one that can't
-            return self._send(self._of_equals(able, ready))
-        return self._least_loaded(able, {}, ready)
+        return self._prefixes is not None and not self._prefixes.is_empty
 
     def max_sequence_tokens(self, served: str) -> int | None:
         """See :class:`Placement`."""
-        return self.fleet.max_sequence_tokens(served)
+        return self._fleet.max_sequence_tokens(served)
 
-    def _find(self, record: RequestRecord | None) -> Mapping[str, Match]:
-        return {} if self.prefixes is None or record is None else self.prefixes.find(record)
+    # Prefill ---------------------------------------------------------------------------------
 
-    def _least_loaded(
-        self, beats: list[Beat], credit: Mapping[str, float], ready: KvReady | None = None
-    ) -> str:
-        if len(beats) < 2:
-            return ANY  # nothing to choose; the queue reaches whoever comes
-        able = [beat for beat in beats if beat.load.num_free_slots > self._num_sent(beat)]
-        if not able:
+    def place_prefill(self, record: RequestRecord) -> PrefillPlace:
+        """See :class:`Placement`."""
+        now_s = self._clock()
+        matches = self._find(record)
+        num_prompt = len(record.prompt_ids) // _ID_BYTES
+        pool = self._pool(record.served, "prefill", now_s)
+        weighed = pool.weigh_prefill(num_prompt, matches)
+        place = self._stay(record, weighed, matches, now_s) or self._choose(weighed, matches)
+        if place is None:
+            self._on_decision("prefill", "any")
+            rows = pool.table.rows_of("prefill").tolist()
+            sources = kv_sources(self._fleet, [pool.table.beats[row] for row in rows], matches)
+            return PrefillPlace(worker=ANY, sources=sources)
+        beat = self._fleet.worker(place.worker)
+        if beat is None:  # given up a moment ago
+            self._outlook.drop(place.worker)
+            return self.place_prefill(record)
+        placed = Placed(
+            process=self._process,
+            request_id=record.request_id,
+            served=record.served,
+            worker=place.worker,
+            role="prefill",
+            prefill_ms=place.prefill_ms,
+            num_tokens=num_prompt,
+        )
+        self._tell(placed, place.reason, now_s)
+        return replace(place, sources=kv_sources(self._fleet, [beat], matches))
+
+    def _choose(self, weighed: Weighed, matches: Mapping[str, Match]) -> PrefillPlace | None:
+        """None: nothing to choose, the queue reaches whoever comes."""
+        if not len(weighed) or len(weighed.table.rows_of("prefill")) < 2:
+            return None
+        at = self._policy.prefill(weighed, self._rng)
+        return _place_at(weighed, at, "prefix" if weighed.worker(at) in matches else "load")
+
+    def _stay(
+        self, record: RequestRecord, weighed: Weighed, matches: Mapping[str, Match], now_s: float
+    ) -> PrefillPlace | None:
+        pool = self._pool(record.served, SUFFIX, now_s)
+        num_prompt = len(record.prompt_ids) // _ID_BYTES
+        found = stay_place(pool, self._suffix, num_prompt, matches, weighed)
+        return None if found is None else _place_at(*found, "suffix")
+
+    # Decode ----------------------------------------------------------------------------------
+
+    def decode_worker(self, served: str, ready: KvReady) -> str:
+        """See :class:`Placement`. Only workers that can read the handle are asked."""
+        now_s = self._clock()
+        record, handle = ready.record, ready.handle
+        pool = self._pool(served, "decode", now_s)
+        everyone = pool.table.rows_of("decode")
+        layouts = pool.table.column("layout")[everyone]
+        num_readers = int((layouts == pool.table.layout_of(handle.fingerprint)).sum())
+        is_mixed = 0 < num_readers < len(everyone)  # ``any`` may be one that can't read it
+        matches = self._find(record) if record is not None and num_readers > 1 else {}
+        weighed = pool.weigh_decode(
+            handle.fingerprint,
+            ready.worker,
+            handle.num_tokens,
+            self._answer_tokens(served, record),
+            matches,
+            must_have_room=not is_mixed,
+        )
+        if not len(weighed) or (num_readers < 2 and not is_mixed):
+            self._on_decision("decode", "any")
             return ANY
-        if ready is not None:
-            return self._send(self._of_equals(able, ready))
-        return self._send(
-            min(able, key=lambda b: (self._burden(b) - credit.get(b.worker, 0.0), b.worker))
+        at = self._policy.decode(weighed, self._rng)
+        worker = weighed.worker(at)
+        if self._fleet.worker(worker) is None:
+            self._outlook.drop(worker)
+            return self.decode_worker(served, ready)
+        placed = Placed(
+            process=self._process,
+            request_id=ready.request_id,
+            served=served,
+            worker=worker,
+            role="decode",
+            num_tokens=handle.num_tokens,
         )
+        self._tell(placed, "prefix" if worker in matches else "load", now_s)
+        return worker
 
-    def _of_equals(self, beats: list[Beat], ready: KvReady) -> Beat:
-        """Of those with the least burden, the one that holds most of the prompt."""
-        least = min(map(self._burden, beats))
-        equals = [beat for beat in beats if self._burden(beat) == least]
-        matches = self._find(ready.record) if len(equals) > 1 else {}
-        return min(equals, key=lambda b: (-_credit(matches.get(b.worker), b), b.worker))
+    def _answer_tokens(self, served: str, record: RequestRecord | None) -> float:
+        """How many are to come, over all choices."""
+        asked = _UNKNOWN_ANSWER
+        if record is not None:
+            asked = (record.sampling.max_tokens or _UNKNOWN_ANSWER) * record.sampling.n
+        return max(1.0, self._outlook.expected_tokens(served, asked))
 
-    def _sources(
-        self, record: RequestRecord, placed: list[Beat], matches: Mapping[str, Match]
-    ) -> tuple[KvSource, ...]:
-        """Those that hold more than whoever was placed: the most first, of equals in the fastest
-        tier, then the least busy. None for workers of several layouts: each could read only its
-        own."""
-        fingerprints = {beat.fingerprint for beat in placed}
-        if not matches or len(fingerprints) != 1:
-            return ()
-        own = min(_num_blocks(matches.get(beat.worker)) for beat in placed)
-        lenders = [
-            (beat, matches[beat.worker])
-            for beat in self.fleet.serving(record.served)
-            if beat.fingerprint in fingerprints and _num_blocks(matches.get(beat.worker)) > own
-        ]
-        lenders.sort(
-            key=lambda one: (
-                -one[1].num_blocks, TIERS.index(one[1].tier), self._burden(one[0]), one[0].worker,
-            )
-        )  # fmt: skip
-        return tuple(
-            KvSource(worker=match.worker, num_blocks=match.num_blocks, tier=match.tier)
-            for _, match in lenders[:MAX_SOURCES]
-        )
+    # Both ------------------------------------------------------------------------------------
 
-    def _send(self, beat: Beat) -> str:
-        if beat.worker not in self._sent:  # somebody new: forget who is gone
-            alive = {member.worker for member in self.fleet.members()}
-            self._sent = {worker: sent for worker, sent in self._sent.items() if worker in alive}
-        self._sent[beat.worker] = (self._num_sent(beat) + 1, beat)
-        return beat.worker
+    def _pool(self, served: str, role: str, now_s: float) -> Pool:
+        return Pool(self._outlook, self._distances, served, role, now_s)
 
-    def _burden(self, beat: Beat) -> float:
-        load = beat.load
-        busy = load.num_running + load.num_waiting + self._num_sent(beat)
-        return busy + load.waiting_tokens / _TOKENS_PER_SEQUENCE
+    def _find(self, record: RequestRecord) -> Mapping[str, Match]:
+        return {} if self._prefixes is None else self._prefixes.find(record)
 
-    def _num_sent(self, beat: Beat) -> int:
-        number, since = self._sent.get(beat.worker, (0, beat))
-        return number if since is beat else 0
+    def _tell(self, placed: Placed, reason: str, now_s: float) -> None:
+        self._outlook.hear_placed(placed, now_s)
+        self._on_placed(placed)
+        self._on_decision(placed.role, reason)
 
 
-def _num_blocks(match: Match | None) -> int:
-    return 0 if match is None else match.num_blocks
-
-
-def _credit(match: Match | None, beat: Beat) -> float:
-    """What ``beat``'s worker need not compute, in sequences' worth."""
-    if match is None:
-        return 0.0
-    num_on_disk = match.num_blocks - match.num_memory
-    num_tokens = (match.num_memory + _DISK_SHARE * num_on_disk) * beat.block_size
-    return min(num_tokens / _TOKENS_PER_SEQUENCE, _MAX_CREDIT)
+def _place_at(weighed: Weighed, at: int, reason: Reason) -> PrefillPlace:
+    candidates, unit_ms = weighed.candidates, weighed.unit_ms
+    return PrefillPlace(
+        worker=weighed.worker(at),
+        reason=reason,
+        wait_ms=float(candidates.wait[at]) * unit_ms,
+        prefill_ms=max(0.0, float(candidates.work[at])) * unit_ms,
+        num_cached=int(weighed.cached[at]),
+    )

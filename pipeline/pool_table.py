@@ -7,17 +7,19 @@ workers is a few array operations instead of thousands of attribute reads.
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.cost_model import FREE
 from schemas.control import Beat
-from schemas.profiles import StepCosts
 
 Floats = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.intp]
 
+RECENT_S = 10.0
 _FIRST_SIZE = 16
 _COLUMNS: Final = (
     "heard_s",  # when its last beat was heard
@@ -35,12 +37,67 @@ _COLUMNS: Final = (
     "prefill_square_ms",
     "kv_token_bytes",
     "block_size",
+    "decode_base_ms",
+    "decode_context_ms",
+    "decode_sequence_ms",
+    "context_tokens",
+    "free_tokens",  # of its KV cache, less those of decodes placed since
+    "since_tokens",  # of decodes placed since
+    "num_since",  # of those
+    "layout",  # see layout_of
+    "recent_ms",  # work that was placed there lately, as it counted at ``recent_s``; see `recent`
+    "recent_s",
 )
+_KEPT: Final = 2  # the last columns outlive a beat
 ROLES: Final = ("prefill", "decode", "suffix")
 
 
+class Columns:
+    """Some workers' figures: a copy, [num_columns, num_rows]."""
+
+    __slots__ = ("_data",)
+
+    def __init__(self, data: Floats) -> None:
+        self._data = data
+
+    def __getitem__(self, name: str) -> Floats:
+        return self._data[_INDEX[name]]  # type: ignore[no-any-return]
+
+    def __len__(self) -> int:
+        return int(self._data.shape[1])
+
+    def wait_ms(self, now_s: float) -> Floats:
+        """How long a prompt would wait that came now."""
+        passed_ms = 1000 * np.maximum(0.0, now_s - self["wait_s"])
+        return np.asarray(np.maximum(0.0, self["wait_ms"] - passed_ms))
+
+    def recent(self, now_s: float) -> Floats:
+        """The work that was placed there lately, fading over ``RECENT_S``."""
+        age_s = np.maximum(0.0, now_s - self["recent_s"])
+        return np.asarray(self["recent_ms"] * np.exp(-age_s / RECENT_S))
+
+    def compute_ms(self, num_prompt: int, cached: Floats | float) -> Floats:
+        """The prefill of a prompt of which ``cached`` tokens are there, by each one's costs."""
+        squares = num_prompt * num_prompt - cached * cached
+        return np.asarray(
+            self["prefill_base_ms"]
+            + self["prefill_token_ms"] * (num_prompt - cached)
+            + self["prefill_square_ms"] * squares
+        )
+
+    def step_ms(self) -> Floats:
+        """A decode step of what runs there, those placed since the last beat included."""
+        num = self["running"] + self["num_since"]
+        context = self["context_tokens"] + self["since_tokens"]
+        return np.asarray(
+            self["decode_base_ms"]
+            + self["decode_context_ms"] * context
+            + self["decode_sequence_ms"] * num
+        )
+
+
 class PoolTable:
-    """Columns are read as attributes of :attr:`columns`, a dict of arrays of ``num_rows``."""
+    """Live workers by row; what is known of them by column."""
 
     def __init__(self) -> None:
         self.workers: list[str] = []
@@ -49,6 +106,7 @@ class PoolTable:
         self._row: dict[str, int] = {}
         self._data = np.zeros((len(_COLUMNS), _FIRST_SIZE))
         self._rows_of: dict[str, Rows] = {}
+        self._layouts: dict[str, int] = {}
 
     @property
     def num_rows(self) -> int:
@@ -58,6 +116,10 @@ class PoolTable:
     def column(self, name: str) -> Floats:
         """[num_rows], a view: it tells what is known now."""
         return self._data[_INDEX[name], : len(self.workers)]
+
+    def take(self, rows: Rows) -> Columns:
+        """All columns of some rows, as they are now."""
+        return Columns(self._data[:, rows])
 
     def row(self, worker: str) -> int | None:
         """Where ``worker`` stands; None when it is not here."""
@@ -81,8 +143,12 @@ class PoolTable:
         elif self.beats[row].roles != beat.roles:
             self._changed()
         self.beats[row] = beat
-        self._data[:, row] = _facts(beat, now_s)
+        self._data[:-_KEPT, row] = (*_facts(beat, now_s), self.layout_of(beat.fingerprint))
         return row
+
+    def layout_of(self, fingerprint: str) -> int:
+        """What the column ``layout`` says of workers with this fingerprint."""
+        return self._layouts.setdefault(fingerprint, len(self._layouts))
 
     def add(self, name: str, row: int, amount: float) -> None:
         """Change one cell by ``amount``."""
@@ -91,6 +157,16 @@ class PoolTable:
     def set(self, name: str, row: int, value: float) -> None:
         """Change one cell."""
         self._data[_INDEX[name], row] = value
+
+    def note_work(self, row: int, ms: float, now_s: float) -> None:
+        """So much was placed there now."""
+        recent_ms, recent_s = (
+            self._data[_INDEX["recent_ms"], row],
+            self._data[_INDEX["recent_s"], row],
+        )
+        kept = math.exp(-max(0.0, now_s - recent_s) / RECENT_S)
+        self.set("recent_ms", row, recent_ms * kept + ms)
+        self.set("recent_s", row, now_s)
 
     def drop(self, worker: str) -> None:
         """It is gone."""
@@ -109,6 +185,7 @@ class PoolTable:
         row = len(self.workers)
         if row == self._data.shape[1]:
             self._data = np.concatenate([self._data, np.zeros_like(self._data)], axis=1)
+        self._data[:, row] = 0.0
         self.workers.append(beat.worker)
         self.beats.append(beat)
         self._row[beat.worker] = row
@@ -127,19 +204,11 @@ class PoolTable:
 
 
 _INDEX: Final = {name: number for number, name in enumerate(_COLUMNS)}
-_NO_COSTS = StepCosts(
-    prefill_base_ms=0,
-    prefill_token_ms=0,
-    prefill_square_ms=0,
-    decode_base_ms=0,
-    decode_context_ms=0,
-    decode_sequence_ms=0,
-)
 
 
 def _facts(beat: Beat, now_s: float) -> tuple[float, ...]:
-    """One row, in the order of ``_COLUMNS``."""
-    load, costs = beat.load, beat.costs or _NO_COSTS
+    """One row but its layout, in the order of ``_COLUMNS``."""
+    load, costs = beat.load, beat.costs or FREE
     return (
         now_s,
         load.waiting_ms,
@@ -156,6 +225,13 @@ def _facts(beat: Beat, now_s: float) -> tuple[float, ...]:
         costs.prefill_square_ms,
         beat.kv_token_bytes,
         beat.block_size,
+        costs.decode_base_ms,
+        costs.decode_context_ms,
+        costs.decode_sequence_ms,
+        load.context_tokens,
+        load.num_free_blocks * beat.block_size,
+        0.0,
+        0.0,
     )
 
 

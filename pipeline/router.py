@@ -9,6 +9,9 @@ Fails      nothing of its own; a request that has ended is found out by the work
 
 from __future__ import annotations
 
+import time
+
+from pipeline.outlook import Outlook
 from pipeline.placement import Placement
 from pipeline.stage import Handled, Outgoing, StageContext, Work
 from schemas import subjects
@@ -17,17 +20,25 @@ from schemas.kv import KvReady
 
 
 class Router:
-    """The kv-ready stage's handler."""
+    """The kv-ready stage's handler.
 
-    def __init__(self, ctx: StageContext, placement: Placement) -> None:
+    Args:
+        outlook: is asked how right its predictions were.
+    """
+
+    def __init__(
+        self, ctx: StageContext, placement: Placement, outlook: Outlook | None = None
+    ) -> None:
         self._ctx = ctx
         self._placement = placement
+        self._outlook = outlook
 
     async def handle(self, work: Work[KvReady]) -> Handled:
         """Place the decode."""
         ready = work.message
         _, served, _ = subjects.split_work(work.subject)
         epoch = ready.epoch + 1
+        self._compare(ready.request_id)
         task = DecodeTask(
             request_id=ready.request_id,
             epoch=epoch,
@@ -47,3 +58,10 @@ class Router:
                 ),
             ),
         )
+
+    def _compare(self, request_id: str) -> None:
+        if self._outlook is None:
+            return
+        ratio = self._outlook.take_ratio(request_id, time.monotonic())
+        if ratio is not None:
+            self._ctx.metrics.prefill_predicted.observe(ratio)

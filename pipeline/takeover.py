@@ -45,6 +45,7 @@ from pipeline.fleet import Fleet
 from pipeline.ownership import Holding, Ledger
 from pipeline.placement import Placement, PrefillPlace
 from pipeline.presence import Presence
+from pipeline.suffix import SUFFIX
 from schemas import subjects
 from schemas.codec import decode, encode, tag_of
 from schemas.control import Adopt, Beat, CancelWord
@@ -56,6 +57,7 @@ from schemas.tokens import (
     ChainEntry,
     Claim,
     Expired,
+    StreamEnd,
     StreamError,
     decode_chain_entry,
 )
@@ -74,6 +76,9 @@ class TakeOver:
         fleet: filled here from heartbeats; placement reads it.
         placement: where requests are placed again. None: whoever pulls first.
         on_claim: called with each claim when it is made, by whomever.
+        on_end: called with each request that ends, and the tokens of its answer, over all choices;
+            None when it was cut off.
+        on_stored: called with the last entry of each chain when all are read again.
         on_beat: called with each heartbeat, after the fleet has heard it.
     """
 
@@ -87,6 +92,8 @@ class TakeOver:
         *,
         placement: Placement | None = None,
         on_claim: Callable[[Claim], None] = lambda claim: None,
+        on_end: Callable[[str, int | None], None] = lambda request_id, num_tokens: None,
+        on_stored: Callable[[ChainEntry], None] = lambda entry: None,
         on_beat: Callable[[Beat], None] = lambda beat: None,
     ) -> None:
         self.ledger = Ledger()
@@ -99,6 +106,8 @@ class TakeOver:
         self._log = log
         self._placement = placement
         self._on_claim = on_claim
+        self._on_end = on_end
+        self._on_stored = on_stored
         self._on_beat = on_beat
         self._placed: dict[str, int] = {}  # request -> the chain entry it was placed upon
         self._claimed_s: dict[str, float] = {}  # request -> when its present claim was heard
@@ -155,6 +164,9 @@ class TakeOver:
             entry = self._apply(seq, message.subject, message.data)
             if isinstance(entry, Claim):
                 self._on_claim(entry)
+            elif entry is not None:
+                num_tokens = sum(entry.num_tokens) if isinstance(entry, StreamEnd) else None
+                self._on_end(entry.request_id, num_tokens)
 
     def _apply(self, seq: int, subject: str, data: bytes) -> ChainEntry | None:
         """Clients may write to their own chains: an entry counts for the request of its subject.
@@ -196,7 +208,9 @@ class TakeOver:
         self._must_read = False
         chains = replay(self._bus, TOKENS, subjects.ALL_CHAINS, last_per_subject=True)
         async for message in chains:
-            self._apply(message.seq, message.subject, message.data)
+            entry = self._apply(message.seq, message.subject, message.data)
+            if entry is not None:
+                self._on_stored(entry)
 
     def _listen_anew(self, now_s: float) -> None:
         self._fleet.listen_anew(now_s)
@@ -350,9 +364,12 @@ class TakeOver:
             self._log.info("worker_left", **facts)
         else:
             self._log.warning("worker_dead", **facts)
-        for stage in beat.roles:
-            await self._move_queue(stage, beat.served, beat.worker)
-            await redeliver(self._bus, any_consumer(stage, beat.served, self._bus.times))
+        for role in beat.roles:
+            if role == SUFFIX:  # it read its own prefill queue, and never the shared one
+                await self._move_queue("prefill", beat.served, beat.worker)
+                continue
+            await self._move_queue(role, beat.served, beat.worker)
+            await redeliver(self._bus, any_consumer(role, beat.served, self._bus.times))
 
     async def _sweep(self) -> None:
         """Look for queues whose worker is dead: an old view may still have placed there."""

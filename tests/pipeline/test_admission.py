@@ -25,7 +25,6 @@ from infra.times import Times
 from pipeline.admission import Admission
 from pipeline.backlog import Backlog
 from pipeline.fleet import Fleet
-from pipeline.placement import LeastLoaded
 from pipeline.registry import Registry
 from pipeline.stage import Stage, StageContext
 from pipeline.tokenizing import ChatTokenizer
@@ -42,6 +41,7 @@ from schemas.requests import (
 )
 from schemas.tokens import Accepted, Expired, StreamError
 from tests.conftest import Until
+from tests.pipeline.placing import placing
 from tests.pipeline.rig import (
     READER,
     SERVED,
@@ -140,7 +140,7 @@ async def door(
         await registry.start()
         await registry.register(card_of(folder))
         backlog = Backlog(bus, LIMIT)
-        admission = Admission(ctx, registry, LeastLoaded(fleet), backlog)
+        admission = Admission(ctx, registry, placing(fleet), backlog)
         stage = Stage(
             ctx,
             "admission",

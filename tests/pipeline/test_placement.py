@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import count
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 from infra.metrics import Metrics
 from pipeline.fleet import Fleet
-from pipeline.placement import LeastLoaded
+from pipeline.placement import Placement
 from pipeline.prefix_hash import prefix_hashes, request_salt
 from pipeline.prefixes import Prefixes
 from pipeline.radix_index import RadixIndex
@@ -15,10 +17,21 @@ from schemas.codec import pack_ids
 from schemas.control import Beat
 from schemas.kv import KvReady, KvSource
 from schemas.kv_events import KvTier
+from schemas.requests import RequestRecord
 from schemas.subjects import ANY
+from tests.pipeline.placing import NOW_S, fleet_of, outlook_of, placing
 from tests.pipeline.rig import SERVED, beat, kv_ready, record
 
 RECORD = record("request-1")
+_ids = count()
+
+
+def place(placement: Placement, like: RequestRecord, num: int) -> list[str]:
+    """Where so many requests go, one after the other."""
+    records = [msgspec.structs.replace(like, request_id=f"r{next(_ids):08d}") for _ in range(num)]
+    return [placement.place_prefill(one).worker for one in records]
+
+
 loads = st.builds(
     dict,
     num_running=st.integers(0, 8),
@@ -28,42 +41,37 @@ loads = st.builds(
 )
 
 
-def fleet_of(*beats: Beat) -> Fleet:
-    fleet = Fleet(3.0, 0.0)
-    for one in beats:
-        fleet.hear(one, 1.0)
-    return fleet
-
-
 def test_with_nobody_to_choose_from_the_queue_decides() -> None:
     """No worker yet, or a single one: whoever pulls first."""
-    assert LeastLoaded(fleet_of()).place_prefill(RECORD).worker == ANY
-    assert LeastLoaded(fleet_of(beat("w1", num_free_slots=4))).place_prefill(RECORD).worker == ANY
+    assert placing(fleet_of()).place_prefill(RECORD).worker == ANY
+    assert placing(fleet_of(beat("w1", num_free_slots=4))).place_prefill(RECORD).worker == ANY
 
 
 def test_the_least_loaded_is_named() -> None:
     """What runs, what waits, and prompt tokens not computed yet all count."""
     busy = beat("w1", num_free_slots=4, num_running=2)
     idle = beat("w2", num_free_slots=4)
-    assert LeastLoaded(fleet_of(busy, idle)).place_prefill(RECORD).worker == "w2"
+    assert placing(fleet_of(busy, idle)).place_prefill(RECORD).worker == "w2"
     long = beat("w2", num_free_slots=4, waiting_tokens=1024)
-    assert LeastLoaded(fleet_of(busy, long)).place_prefill(RECORD).worker == "w1"
+    assert placing(fleet_of(busy, long)).place_prefill(RECORD).worker == "w1"
 
 
 def test_what_was_sent_counts_until_the_next_beat() -> None:
     """Between two beats tasks go round; a new beat tells the truth again."""
     fleet = fleet_of(beat("w1", num_free_slots=4), beat("w2", num_free_slots=4))
-    placement = LeastLoaded(fleet)
-    assert [placement.place_prefill(RECORD).worker for _ in range(4)] == ["w1", "w2", "w1", "w2"]
-    fleet.hear(beat("w1", num_free_slots=4), 1.5)
-    assert [placement.place_prefill(RECORD).worker for _ in range(2)] == ["w1", "w1"]
+    outlook = outlook_of(fleet)
+    placement = placing(fleet, outlook=outlook)
+    assert place(placement, RECORD, 4) == ["w1", "w2", "w1", "w2"]
+    for _ in range(2):  # what lies in the queue may cross the first beat
+        outlook.hear_beat(beat("w1", num_free_slots=4), NOW_S + 1.5)
+    assert place(placement, RECORD, 2) == ["w1", "w1"]
 
 
 def test_without_a_free_slot_a_task_goes_to_the_shared_queue() -> None:
     """The first one that has room takes it; nobody's own queue grows."""
     fleet = fleet_of(beat("w1", num_free_slots=1), beat("w2", num_free_slots=1))
-    placement = LeastLoaded(fleet)
-    assert [placement.place_prefill(RECORD).worker for _ in range(3)] == ["w1", "w2", ANY]
+    placement = placing(fleet)
+    assert place(placement, RECORD, 3) == ["w1", "w2", ANY]
 
 
 def decoder(worker: str, fingerprint: str, **load: int) -> Beat:
@@ -76,44 +84,30 @@ def test_blocks_go_only_to_who_can_read_them() -> None:
     ready = kv_ready("request-1", fingerprint="f00d")
     able = decoder("w1", "f00d", num_running=8)
     other = decoder("w2", "beef", num_free_slots=8)
-    assert LeastLoaded(fleet_of(able, other)).decode_worker(SERVED, ready) == "w1"
+    assert placing(fleet_of(able, other)).decode_worker(SERVED, ready) == "w1"
     second = decoder("w3", "f00d", num_running=1)
-    assert LeastLoaded(fleet_of(able, other, second)).decode_worker(SERVED, ready) == "w3"
+    assert placing(fleet_of(able, other, second)).decode_worker(SERVED, ready) == "w3"
 
 
 def test_when_all_can_read_or_none_the_usual_rules_hold() -> None:
     """Nothing is gained by naming one."""
     ready = kv_ready("request-1", fingerprint="f00d")
-    assert LeastLoaded(fleet_of(decoder("w1", "beef"))).decode_worker(SERVED, ready) == ANY
+    assert placing(fleet_of(decoder("w1", "beef"))).decode_worker(SERVED, ready) == ANY
     alike = fleet_of(decoder("w1", "f00d"), decoder("w2", "f00d"))
-    assert LeastLoaded(alike).decode_worker(SERVED, ready) == ANY  # no free slots
+    assert placing(alike).decode_worker(SERVED, ready) == ANY  # no free slots
     prefill_only = fleet_of(beat("w1", num_free_slots=4), beat("w2", num_free_slots=4))
-    assert LeastLoaded(prefill_only).decode_worker(SERVED, ready) == ANY
+    assert placing(prefill_only).decode_worker(SERVED, ready) == ANY
 
 
 @given(st.lists(loads, min_size=2, max_size=5), st.integers(1, 40))
 def test_nobody_gets_more_than_it_has_room_for(all_loads: list[dict[str, int]], tasks: int) -> None:
     """Whatever the loads: by name no more goes to a worker than the slots it said were free."""
     beats = [beat(f"w{n}", **load) for n, load in enumerate(all_loads)]
-    placement = LeastLoaded(fleet_of(*beats))
-    placed = [placement.place_prefill(RECORD).worker for _ in range(tasks)]
+    placement = placing(fleet_of(*beats))
+    placed = place(placement, RECORD, tasks)
     for one in beats:
         assert placed.count(one.worker) <= one.load.num_free_slots
     assert set(placed) <= {ANY, *(one.worker for one in beats)}
-
-
-def test_memory_does_not_grow_with_workers_that_left() -> None:
-    """Worker ids are never used twice, so counts of those that left are dropped."""
-    fleet = Fleet(3.0, 0.0)
-    placement = LeastLoaded(fleet)
-    for number in range(50):
-        pair = (f"a{number}", f"b{number}")
-        for worker in pair:
-            fleet.hear(beat(worker, num_free_slots=4), 1.0)
-        assert placement.place_prefill(RECORD).worker in pair
-        for worker in pair:
-            fleet.hear(beat(worker, state="gone", num_free_slots=4), 1.0)
-    assert len(placement._sent) <= 2
 
 
 # What workers hold -----------------------------------------------------------------------------
@@ -130,13 +124,13 @@ def holder(worker: str, *, fingerprint: str = "f00d", roles: tuple[str, ...] = (
 
 def knowing(
     fleet: Fleet, held: dict[str, int], tier: KvTier = "device", fingerprint: str = "f00d"
-) -> LeastLoaded:
+) -> Placement:
     """A placement that knows how many blocks of ``LONG`` each of these holds."""
     index = RadixIndex(10_000)
     hashes = prefix_hashes(PROMPT, 16, request_salt(LONG, fingerprint))
     for worker, num_blocks in held.items():
         index.stored(worker, tier, hashes[:num_blocks])
-    return LeastLoaded(fleet, Prefixes(index, fleet, Metrics()))
+    return placing(fleet, Prefixes(index, fleet, Metrics()))
 
 
 def test_who_holds_the_prompt_computes_the_rest() -> None:
@@ -168,7 +162,7 @@ def test_one_hot_prefix_overloads_nobody(num_workers: int) -> None:
     than the credit above the others; a cold worker gets its share."""
     fleet = fleet_of(*(holder(f"w{n}") for n in range(num_workers)))
     placement = knowing(fleet, {"w0": 64})
-    placed = [placement.place_prefill(LONG).worker for _ in range(10 * num_workers)]
+    placed = place(placement, LONG, 10 * num_workers)
     counts = [placed.count(f"w{n}") for n in range(num_workers)]
     assert sum(counts) == 10 * num_workers
     assert max(counts) - min(counts) <= 5
@@ -179,7 +173,7 @@ def test_an_empty_newcomer_does_not_draw_all_that_nobody_knows() -> None:
     """Prompts without a match go round as if there were no index."""
     fleet = fleet_of(*(holder(f"w{n}") for n in range(4)))
     placement = knowing(fleet, {"w0": 64, "w1": 64, "w2": 64})
-    placed = [placement.place_prefill(RECORD).worker for _ in range(40)]
+    placed = place(placement, RECORD, 40)
     assert [placed.count(f"w{n}") for n in range(4)] == [10] * 4
 
 

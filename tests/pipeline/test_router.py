@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from infra.bus import kv_ready_consumer, waiting_work
 from pipeline.fleet import Fleet
-from pipeline.placement import LeastLoaded
 from pipeline.router import Router
 from pipeline.stage import Stage, StageContext, parse_as
 from schemas import subjects
@@ -11,13 +10,14 @@ from schemas.decode import DecodeTask
 from schemas.headers import WorkHeaders
 from schemas.kv import KvReady
 from tests.conftest import Until
+from tests.pipeline.placing import placing
 from tests.pipeline.rig import SERVED, TRACE, Ear, beat, kv_ready, new_id, running, send
 
 SUBJECT = subjects.kv_ready(SERVED)
 
 
 def router(ctx: StageContext, fleet: Fleet) -> Stage[KvReady]:
-    handler = Router(ctx, LeastLoaded(fleet)).handle
+    handler = Router(ctx, placing(fleet)).handle
     consumer = kv_ready_consumer(ctx.bus.times)
     parse = parse_as(KvReady)
     return Stage(ctx, "kv-ready", consumer, parse, lambda ready: ready.reader, handler)
