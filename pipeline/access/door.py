@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from infra.access_config import AccessConfig
 from infra.api_key import hash_of
+from infra.file_stamp import FileStamp
 from infra.log import Logger
 from pipeline.access.budgets import Budgets, open_budgets
 from pipeline.access.errors import InvalidApiKey
@@ -21,8 +21,6 @@ from pipeline.access.permit import ANYONE, KeyPermit, MeteredPermit, Permit
 from schemas.errors import ConfigError
 
 _SCHEME = b"bearer"
-_FRESH_NS = 2 * 10**9  # a file changed so lately may change again under the same time stamp
-_Stamp = tuple[int, int, int]
 
 
 class OpenDoor:
@@ -69,7 +67,7 @@ class KeyDoor(OpenDoor):
         self._budgets = budgets
         self._log = log
         self._now_unix_s = now_unix_s
-        self._stamp: _Stamp | None = None
+        self._stamp = FileStamp(path)
         self._refused = ""
         self._keys: dict[bytes, ApiKey] = {}
         self._read()
@@ -111,7 +109,7 @@ class KeyDoor(OpenDoor):
     def refresh(self) -> None:
         """Take the file's keys if it has changed. One that can't be used changes nothing, and is
         logged once."""
-        if self._path is None or (self._stamp and self._stamp == _stamp_of(self._path)):
+        if not self._stamp.has_news:
             return
         try:
             is_new = self._read()
@@ -126,9 +124,7 @@ class KeyDoor(OpenDoor):
 
     def _read(self) -> bool:
         """Read all keys anew; returns whether any is another one now."""
-        stamp = None if self._path is None else _stamp_of(self._path)
-        is_settled = stamp is not None and stamp[2] + _FRESH_NS < time.time_ns()
-        self._stamp = stamp if is_settled else None
+        self._stamp.take()
         found = () if self._path is None else read_keys(self._path)
         # Where both name a key, the file has more to say of it.
         keys = {key.digest: key for key in (*self._fixed, *found)}
@@ -154,12 +150,3 @@ def open_door(config: AccessConfig, data: Path, log: Logger) -> Iterator[OpenDoo
         door = KeyDoor(config.api_keys, keys_of_settings(config.api_key), budgets, log)
         log.info("api_keys_read", num_keys=door.num_keys)
         yield door
-
-
-def _stamp_of(path: Path) -> _Stamp | None:
-    """What changes when the file does; None when it can't be seen."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_ino, found.st_size, found.st_mtime_ns

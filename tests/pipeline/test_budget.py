@@ -19,7 +19,6 @@ from schemas.tokens import Claim
 from tests.pipeline.budget_rig import (
     CHAT,
     COSTS,
-    SERVED,
     House,
     Sequence,
     ask,
@@ -27,6 +26,7 @@ from tests.pipeline.budget_rig import (
     policy,
     prefiller,
 )
+from tests.pipeline.rig import SERVED
 
 
 def fill(house: House, name: str, **more: Any) -> int:
@@ -97,7 +97,8 @@ def test_a_time_that_no_idle_worker_keeps_is_the_callers_fault() -> None:
     house = House(prefiller(), decoder())
     verdict = refused(house.budget.judge(ask("long", num_prompt=3000)))
     error = error_of(verdict, SERVED)
-    assert isinstance(error, SloUnreachable) and error.param == "slo.ttft_ms"
+    assert isinstance(error, SloUnreachable)
+    assert error.param == "slo.ttft_ms"
     verdict = refused(house.budget.judge(ask("fast", slo=Slo(tbt_ms=10.5))))
     assert verdict.retry_after_s is None
     assert error_of(verdict, SERVED).param == "slo.tbt_ms"
@@ -185,14 +186,18 @@ def test_rungs_are_tried_in_order() -> None:
     )  # fmt: skip
     fill(house, "r")
     verdict = house.budget.judge(ask("next"))
-    assert isinstance(verdict, Wait) and verdict.until_s == pytest.approx(0.5, abs=0.05)
+    assert isinstance(verdict, Wait)
+    assert verdict.until_s == pytest.approx(0.5, abs=0.05)
     verdict = house.budget.judge(ask("next", since_s=-2.9))
     assert verdict == Fallback(model="small", shortage="ttft")
     house = House(prefiller(), decoder(), policy=policy(rungs=("wait",), max_wait_s=0.1))
     fill(house, "r")
     error = error_of(refused(house.budget.judge(ask("next"))), SERVED)
-    assert isinstance(error, OverBudget) and error.retry_after_s == pytest.approx(0.5, abs=0.05)
-    assert error.http_status == 429 and error.retryable and error.param == "model"
+    assert isinstance(error, OverBudget)
+    assert error.retry_after_s == pytest.approx(0.5, abs=0.05)
+    assert error.http_status == 429
+    assert error.retryable
+    assert error.param == "model"
 
 
 def test_a_clamp_leaves_what_fits_and_never_less_than_the_floor() -> None:
@@ -200,7 +205,8 @@ def test_a_clamp_leaves_what_fits_and_never_less_than_the_floor() -> None:
     house = House(prefiller(), decoder(num_blocks=200), policy=policy(rungs=("clamp",)))
     house.workers["d1"].batch = [Sequence("old", 2200, 5000)]
     verdict = house.budget.judge(ask("r", max_tokens=900))
-    assert isinstance(verdict, Clamp) and verdict.shortage == "kv"
+    assert isinstance(verdict, Clamp)
+    assert verdict.shortage == "kv"
     assert 64 <= verdict.max_tokens < 900
     strict = House(prefiller(), decoder(num_blocks=200), policy=policy(rungs=("clamp",)))
     strict.workers["d1"].batch = [Sequence("old", 2900, 5000)]
@@ -250,7 +256,7 @@ def test_a_budget_that_is_over_stays_so_until_it_is_left() -> None:
         verdicts.append(isinstance(house.budget.judge(ask(f"next-{step}", house.now_s)), Admit))
         house.run(0.2)
     first = verdicts.index(True)
-    assert not any(verdicts[:first]) and all(verdicts[first:]), verdicts
+    assert verdicts == [False] * first + [True] * (14 - first)
     assert first == 11, "2,200 of 3,000 ms are over when 800 = 0.4 * 2,000 are left"
 
 
@@ -307,7 +313,8 @@ def test_whoever_is_refused_is_admitted_later(
     house = overload(shape, 7, leave=leave)
     verdict = house.budget.judge(ask("again"))
     if isinstance(verdict, Refuse):
-        assert verdict.retry_after_s is not None and verdict.retry_after_s > 0
+        assert verdict.retry_after_s is not None
+        assert verdict.retry_after_s > 0
         house.run(verdict.retry_after_s * 1.3 + 0.2, tick_ms=20.0)
         assert isinstance(house.budget.judge(ask("again", house.now_s)), Admit)
 
@@ -319,5 +326,6 @@ def test_the_rig_itself_computes() -> None:
     house.run(0.5)
     assert len(house.workers["d1"].batch) == 1
     house.run(10 * (COSTS.decode_base_ms + COSTS.decode_sequence_ms) / 1000 + 0.02)
-    assert not house.workers["d1"].batch and not house.budget.books.pools()
+    assert not house.workers["d1"].batch
+    assert not house.budget.books.pools()
     assert CHAT.ttft_ms > 0

@@ -34,4 +34,5 @@ def test_gates_are_bounded_and_apart() -> None:
     assert not gates.tell(key("b"), 0.9, 1.0, 0.8)
     for number in range(MAX_OVER):
         gates.tell(key(f"t{number}"), 1.1, 1.0, 0.8)
-    assert len(gates) == MAX_OVER and not gates.is_over(key("a"))
+    assert len(gates) == MAX_OVER
+    assert not gates.is_over(key("a"))

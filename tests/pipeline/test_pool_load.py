@@ -45,10 +45,12 @@ def test_the_worker_that_is_done_first_counts() -> None:
     house = House(prefiller("fast"), prefiller("slow", costs=slow), decoder())
     beats = house.fleet.workers(ask("r").served, "prefill")
     room = prefill_room(beats, house, ask("r"), lambda _: Ahead(ms=600.0))
-    assert room is not None and (room.worker, room.start_ms, room.own_ms) == ("fast", 300, 500)
+    assert room is not None
+    assert (room.worker, room.start_ms, room.own_ms) == ("fast", 300, 500)
     holder = ask("r", num_cached={"slow": 500})
     room = prefill_room(beats, house, holder, lambda _: Ahead(ms=600.0))
-    assert room is not None and (room.worker, room.own_ms) == ("slow", 4.0)
+    assert room is not None
+    assert (room.worker, room.own_ms) == ("slow", 4.0)
 
 
 def test_a_long_prompt_is_not_refused_for_being_long() -> None:
@@ -57,7 +59,8 @@ def test_a_long_prompt_is_not_refused_for_being_long() -> None:
     house = House(prefiller(), decoder())
     beats = house.fleet.workers(ask("r").served, "prefill")
     room = prefill_room(beats, house, ask("r", num_prompt=1900), lambda _: Ahead())
-    assert room is not None and room.load(2000.0) == 0.0
+    assert room is not None
+    assert room.load(2000.0) == 0.0
     assert room.load(1900.0) == math.inf
 
 
