@@ -47,6 +47,7 @@ from workers.prefill import Prefill, Prefix
 _TOLD_S = 0.8  # of the grace time: when a drain gives back what has not ended
 _FLUSHED_S = 0.05  # of it: for the tokens written by then
 _GIVEN_BACK_S = 0.1  # of it: for the tasks that place requests again
+_LEAST_NEWS_S = 0.05  # between two beats that come early
 _MAX_WAITING_PREFILLS = 16  # without a token so far: in the shared queue others may take them
 
 
@@ -65,6 +66,8 @@ class Incarnation:
         self._bus: Bus = ctx.bus
         self._fenced = asyncio.Event()
         self._changed = asyncio.Event()
+        self._news = asyncio.Event()
+        self._said = Load()  # with the last beat
         self._ran_s = time.monotonic()  # when the watchdog was last seen to run
         info = host.engine.info
         metrics, log = ctx.metrics, ctx.log
@@ -105,6 +108,7 @@ class Incarnation:
         free = self._free_slots()
         load = msgspec.structs.replace(self._host.load, num_free_slots=max(0, free))
         self._show(load)
+        self._said = load
         return msgspec.structs.replace(
             beat,
             worker=self.worker,
@@ -138,6 +142,7 @@ class Incarnation:
                 tasks.create_task(self._watch(), name="watchdog")
                 tasks.create_task(self._audit_for_ever(), name="audit")
                 tasks.create_task(self._measure(), name="load")
+                tasks.create_task(self._tell_news(), name="news")
                 stages = tasks.create_task(self._run_stages(), name="stages")
                 await self._until_drained_or_fenced()
                 if not self._fenced.is_set():
@@ -216,8 +221,13 @@ class Incarnation:
         """Prefill is bound by compute, not by slots: what waits here can't go elsewhere. Nor is
         there sense in more of it while decode workers don't come for what is held. What has a
         token here, and decodes, waits for nothing."""
-        waiting = self._num_busy - self.execution.num_decoding + self._offers.num_waiting // 4
+        waiting = self._num_prompts + self._offers.num_waiting // 4
         return min(self._free_slots(), _MAX_WAITING_PREFILLS - waiting)
+
+    @property
+    def _num_prompts(self) -> int:
+        """What waits for its first token here, or is being computed to it."""
+        return self._num_busy - self.execution.num_decoding
 
     @property
     def _num_busy(self) -> int:
@@ -228,6 +238,23 @@ class Incarnation:
         self._changed.set()
         for stage in self._stages:
             stage.poke()
+        said, has_prompts = self._said, self._num_prompts > 0
+        if said.waiting_tokens and not has_prompts:
+            self._host.load = msgspec.structs.replace(
+                self._host.load, num_waiting=0, waiting_tokens=0, waiting_ms=0.0
+            )
+            self._news.set()
+        elif not said.num_free_slots and self._free_slots() > 0:
+            self._news.set()
+
+    async def _tell_news(self) -> None:
+        """Say at once that there is room again, or nothing left to compute, where the last beat
+        said otherwise: routers would leave us idle until the next one."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            self._ctx.health.changed.set()
+            await asyncio.sleep(_LEAST_NEWS_S)
 
     # Life and death --------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+from msgspec.structs import replace
 
 from infra.bus import WORK, worker_consumer
 from infra.bus.topology import delete_consumer
@@ -332,6 +333,36 @@ async def test_a_beat_says_who_it_is_and_what_it_can_take(place: Workplace) -> N
     assert (beat.costs, beat.kv_token_bytes) == (None, 8)
     worker.engine.meter.costs = FREE
     assert make_beat(worker).costs == FREE
+
+
+async def test_a_worker_says_at_once_that_its_line_is_empty(place: Workplace) -> None:
+    """Routers that heard of a line need not wait for the next beat to send more."""
+    worker = await place.worker("b", "both")
+    worker.runner.gate.clear()
+    record = await place.ask()
+    await until(lambda: worker.runner.is_waiting)
+    worker.host.load = replace(worker.host.load, waiting_tokens=21, waiting_ms=5.0)
+    assert make_beat(worker).load.waiting_ms == 5.0
+    worker.ctx.health.changed.clear()
+    worker.runner.open()
+    place.check(record, await place.answer(record))
+    await until(worker.ctx.health.changed.is_set)
+    assert make_beat(worker).load.waiting_tokens == 0
+
+
+async def test_a_worker_says_at_once_that_it_has_room(place: Workplace) -> None:
+    """The same where the last beat said that no place was free."""
+    worker = await place.worker("d", "both", max_num_sequences=1)
+    worker.runner.close_after(3)
+    record = await place.ask()
+    await place.until_tokens(record, 2)
+    await until(lambda: not make_beat(worker).load.waiting_tokens)
+    assert make_beat(worker).load.num_free_slots == 0
+    worker.ctx.health.changed.clear()
+    worker.runner.open()
+    place.check(record, await place.answer(record))
+    await until(worker.ctx.health.changed.is_set)
+    assert make_beat(worker).load.num_free_slots == 1
 
 
 async def test_an_idle_worker_checks_its_books(place: Workplace) -> None:
