@@ -55,7 +55,7 @@ async def serve_control(ctx: RoleContext, config: ControlConfig) -> None:
     index = RadixIndex(config.kv_index_blocks)
     feed = IndexFeed(bus, index, fleet, ctx.metrics, ctx.log)
     outlook = Outlook(fleet, beat_s=bus.times.beat_s)
-    placed = PlacedFeed(bus, outlook, ctx.process, ctx.log)
+    placed = PlacedFeed(bus, outlook.hear_placed, ctx.process, ctx.log)
     prefixes = Prefixes(index, fleet, ctx.metrics)
     placement = _placement(ctx, config, fleet, prefixes, outlook, placed)
 

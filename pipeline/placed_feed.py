@@ -2,7 +2,7 @@
 
 Consumes   mesh.v1.placed.<process>      Placed, of the other routers
 Publishes  mesh.v1.placed.<process>      Placed, our own
-Keeps      nothing; the outlook has it
+Keeps      nothing; whoever predicts has it
 Fails      a word that is lost, or that nobody was there to hear: the worker's next beat tells
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from collections.abc import Callable
 
 from infra.bus import Bus, Msg
