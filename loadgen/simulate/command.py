@@ -34,6 +34,9 @@ def simulate(
     slo_tbt_ms: Annotated[
         float | None, typer.Option(help="between tokens; 99 of 100 of a request's gaps")
     ] = None,
+    waiting_room: Annotated[
+        bool | None, typer.Option(help="let requests wait for room; else with --policy score")
+    ] = None,
     rate: Annotated[
         float | None, typer.Option(help="requests per second, in place of the trace's own")
     ] = None,
@@ -58,6 +61,7 @@ def simulate(
             early_rejection=early_rejection,
             slo_ttft_ms=slo_ttft_ms,
             slo_tbt_ms=slo_tbt_ms,
+            waiting_room=waiting_room,
             routers=routers,
             max_tokens=max_tokens,
             scale=scale,

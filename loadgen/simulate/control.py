@@ -1,4 +1,5 @@
-"""A control process of a simulated fleet: the mesh's own fleet, index, outlook and placement.
+"""A control process of a simulated fleet: the mesh's own fleet, index, outlook, budget, waiting
+room and placement, put together as ``pipeline/decisions.py`` does.
 
 Each has its own copies and hears the same messages, a hop after they were said. What it decides
 costs no virtual time; what it costs this machine is measured.
@@ -6,26 +7,28 @@ costs no virtual time; what it costs this machine is measured.
 
 from __future__ import annotations
 
-import time
-from array import array
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from random import Random
+from typing import Protocol
 
 from infra.metrics import Metrics
+from loadgen.simulate.door import Exits, Minds, VirtualDoor
+from loadgen.simulate.events import EventQueue
 from loadgen.simulate.fleet_plan import FleetPlan
 from loadgen.simulate.request import FINGERPRINT, Request
+from pipeline.budget import Budget
 from pipeline.fleet import Fleet
 from pipeline.index_book import IndexBook
 from pipeline.outlook import Outlook
-from pipeline.placement import PrefillPlace, RouteSettings, make_placement
+from pipeline.placement import RouteSettings, make_placement
+from pipeline.policy import FixedPolicies, Policy
 from pipeline.prefixes import Prefixes
 from pipeline.radix_index import RadixIndex
 from pipeline.topology import Links
 from schemas.control import Beat, Placed
 from schemas.kv import KvHandle, KvReady
 from schemas.kv_events import KvEvents
-from schemas.requests import RequestRecord
+from schemas.requests import RequestRecord, Slo
 from schemas.tokens import Claim
 
 _INDEX_BLOCKS = 4_000_000
@@ -33,42 +36,34 @@ _SWEEP_STEPS = 20_000
 _DEAD_BEATS = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ControlSpec:
-    """What all control processes have in common.
+class Surroundings(Exits, Protocol):
+    """What a control process meets."""
 
-    Args:
-        request: finds a request by its id.
-        clock: virtual time.
-        say_placed: to all of them.
-        send: a prompt was placed.
-        refuse: a request is not served, and why.
-    """
-
+    queue: EventQueue
     plan: FleetPlan
     served: str
-    request: Callable[[str], Request]
-    clock: Callable[[], float]
-    say_placed: Callable[[Placed], None]
-    send: Callable[[Request, PrefillPlace], None]
-    refuse: Callable[[Request, str], None]
+
+    def request(self, request_id: str) -> Request:
+        """One of the trace."""
+
+    def say_placed(self, placed: Placed) -> None:
+        """To all control processes."""
 
 
 class Control:
     """One control process.
 
     Attributes:
-        decisions_s: CPU time of each placement of a prompt.
+        door: lets requests go.
     """
 
-    def __init__(self, name: str, spec: ControlSpec, rng: Random) -> None:
+    def __init__(self, name: str, mesh: Surroundings, rng: Random) -> None:
+        plan, queue = mesh.plan, mesh.queue
         self.name = name
-        self.decisions_s: array[float] = array("d")
-        plan = spec.plan
-        self.fleet = Fleet(_DEAD_BEATS * plan.beat_s, spec.clock())
+        self.fleet = Fleet(_DEAD_BEATS * plan.beat_s, queue.now_s)
         self.index = RadixIndex(_INDEX_BLOCKS)
         self.outlook = Outlook(self.fleet, beat_s=plan.beat_s)
-        self._spec = spec
+        self._mesh = mesh
         self._book = IndexBook(self.index)
         prefixes = Prefixes(self.index, self.fleet, Metrics(), runs_of=self._runs_of)
         self._placement = make_placement(
@@ -76,25 +71,35 @@ class Control:
             self.fleet,
             prefixes,
             self.outlook,
-            clock=spec.clock,
+            clock=queue.clock,
             rng=rng,
-            settings=RouteSettings(policy=plan.policy.placement, links=_links(plan)),
+            settings=_route_settings(plan),
             process=name,
-            on_placed=spec.say_placed,
+            on_placed=mesh.say_placed,
         )
+        minds = Minds(
+            fleet=self.fleet,
+            outlook=self.outlook,
+            prefixes=prefixes,
+            placement=self._placement,
+            budget=_make_budget(plan, self.fleet, self.outlook),
+            has_room=plan.policy.has_waiting_room,
+        )
+        self.door = VirtualDoor(minds, mesh.served, queue, mesh)
 
-    # ---- what is heard -------------------------------------------------------------------
+    # ---- what is heard: the door last, for it decides by what the others know -------------
 
     def hear_beat(self, beat: Beat) -> None:
         """A worker's heartbeat."""
-        now_s = self._spec.clock()
+        now_s = self._mesh.queue.now_s
         self.fleet.hear(beat, now_s)
-        self.outlook.hear_beat(beat, now_s)
         if beat.state == "gone":
             self._book.drop(beat.worker)
             self.index.sweep(_SWEEP_STEPS)
         elif beat.kv_seq:
             self._book.hear_seq(beat.worker, beat.kv_seq)
+        self.outlook.hear_beat(beat, now_s)
+        self.door.look()
 
     def hear_events(self, events: KvEvents) -> None:
         """What a worker's cache holds."""
@@ -102,49 +107,62 @@ class Control:
             self._book.hear(events)
 
     def hear_placed(self, placed: Placed) -> None:
-        """Another one has placed a request."""
+        """A control process has placed a request; what it said itself it knows."""
         if placed.process != self.name:
-            self.outlook.hear_placed(placed, self._spec.clock())
+            self.outlook.hear_placed(placed, self._mesh.queue.now_s)
+            self.door.hear_placed(placed)
 
     def hear_claim(self, claim: Claim) -> None:
         """A worker has taken one."""
-        self.outlook.hear_claim(claim, self._spec.clock())
+        self.outlook.hear_claim(claim, self._mesh.queue.now_s)
+        self.door.hear_claim(claim)
 
     def hear_end(self, request_id: str, num_tokens: int) -> None:
         """One has its last token."""
-        self.outlook.hear_end(request_id, num_tokens, self._spec.clock())
+        self.outlook.hear_end(request_id, num_tokens, self._mesh.queue.now_s)
+        self.door.hear_end(request_id, num_tokens)
 
     # ---- what is decided -----------------------------------------------------------------
 
     def admit(self, request: Request) -> None:
         """A request came."""
-        self._spec.send(request, self._place_prefill(request))
-
-    def _place_prefill(self, request: Request) -> PrefillPlace:
-        record = request.record(self._spec.served)
-        begun_ns = time.thread_time_ns()
-        place = self._placement.place_prefill(record)
-        self.decisions_s.append((time.thread_time_ns() - begun_ns) / 1e9)
-        return place
+        self.door.come(request)
 
     def place_decode(self, request: Request, owner: str) -> str:
         """Where its answer is generated."""
-        return self._placement.decode_worker(
-            self._spec.served, _kv_ready(request, owner, self._spec.served)
-        )
+        served = self._mesh.served
+        return self._placement.decode_worker(served, _kv_ready(request, owner, served))
 
     def _runs_of(
         self, record: RequestRecord, block_size: int, salt: bytes
     ) -> Iterable[Sequence[bytes]]:
         """Of a request's pieces: its tokens are only told by number here."""
-        return self._spec.request(record.request_id).runs()
+        return self._mesh.request(record.request_id).runs()
 
 
-def _links(plan: FleetPlan) -> Links:
-    """The speeds of the plan, as routers are told them."""
+def _route_settings(plan: FleetPlan) -> RouteSettings:
+    """The policy, and the links as routers are told them."""
     links = plan.links
-    return Links(
-        host=links.host.gb_s, rack=links.rack.gb_s, zone=links.zone.gb_s, other=links.far.gb_s
+    return RouteSettings(
+        policy=plan.policy.placement,
+        links=Links(
+            host=links.host.gb_s, rack=links.rack.gb_s, zone=links.zone.gb_s, other=links.far.gb_s
+        ),
+    )
+
+
+def _make_budget(plan: FleetPlan, fleet: Fleet, outlook: Outlook) -> Budget | None:
+    """One that refuses what is over it; None: nothing is promised."""
+    policy = plan.policy
+    if policy.early_rejection == "off":
+        return None
+    slo = Slo(ttft_ms=policy.slo_ttft_ms, tbt_ms=policy.slo_tbt_ms)
+    promised = Policy(classes={"all": slo}, default_class="all", rungs=("refuse",))
+    return Budget(
+        fleet,
+        outlook,
+        FixedPolicies({"*": promised}),
+        early_rejection=policy.early_rejection,
     )
 
 

@@ -67,12 +67,23 @@ class Links(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How it is decided; the command line may say otherwise."""
+    """How it is decided; the command line may say otherwise.
+
+    ``waiting_room``: requests wait in the control process until a worker has room soon. None: with
+    the placement ``score``, for the others are there to be compared with, and stand for routers
+    that place whatever comes at once.
+    """
 
     placement: PlacementPolicy = "score"
     early_rejection: EarlyRejection = "off"
     slo_ttft_ms: float = 0.0  # 0: none
     slo_tbt_ms: float = 0.0
+    waiting_room: bool | None = None
+
+    @property
+    def has_waiting_room(self) -> bool:
+        """Whether requests wait."""
+        return self.placement == "score" if self.waiting_room is None else self.waiting_room
 
 
 class WorkerGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

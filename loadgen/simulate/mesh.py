@@ -9,7 +9,7 @@ from itertools import cycle
 from random import Random
 from typing import TypeVar
 
-from loadgen.simulate.control import Control, ControlSpec
+from loadgen.simulate.control import Control
 from loadgen.simulate.events import EventQueue
 from loadgen.simulate.fleet_plan import FleetPlan, WorkerSpec
 from loadgen.simulate.network import Network
@@ -41,7 +41,6 @@ class SimulatedMesh:
         self.shared: dict[str, deque[Task]] = {"prefill": deque(), "decode": deque()}
         self.everyone: list[SimulatedWorker] = []
         self.samples = PoolSamples()
-        self._rng = rng
         self._sample_s = sample_s
         self._workers: dict[str, SimulatedWorker] = {}  # that are there
         self._known: dict[str, SimulatedWorker] = {}  # and were
@@ -49,21 +48,16 @@ class SimulatedMesh:
         self._num_open = 0
         self._blocks_per_piece = 1
         num_controls = plan.routers if plan.router == "mesh" else 0
-        self.controls = [self._make_control(number) for number in range(num_controls)]
+        self.controls = [
+            Control(f"control-{number}", self, Random(rng.random()))
+            for number in range(num_controls)
+        ]
         self._next_control = cycle(self.controls)
         self._turn = 0  # of the round robin
 
-    def _make_control(self, number: int) -> Control:
-        spec = ControlSpec(
-            plan=self.plan,
-            served=self.served,
-            request=self._requests.__getitem__,
-            clock=self.queue.clock,
-            say_placed=self.say_placed,
-            send=self.send_prefill,
-            refuse=self.refuse,
-        )
-        return Control(f"control-{number}", spec, Random(self._rng.random()))
+    def request(self, request_id: str) -> Request:
+        """See :class:`loadgen.simulate.control.Surroundings`."""
+        return self._requests[request_id]
 
     def run(self, requests: Sequence[Request], until_s: float) -> None:
         """Send the requests at their times, until all have ended or the time is over."""
@@ -95,7 +89,7 @@ class SimulatedMesh:
         ready[self._turn % len(ready)].offer(Task(request=request, role="prefill"))
 
     def send_prefill(self, request: Request, place: PrefillPlace) -> None:
-        """A prompt was placed: its record is written, then its task."""
+        """See :class:`loadgen.simulate.door.Exits`. Its record is written, then its task."""
         task = Task(request=request, role="prefill", sources=place.sources)
         self.queue.after(2 * self.network.hop_s, self._offer, task, place.worker)
 
@@ -118,7 +112,7 @@ class SimulatedMesh:
             self._known[place].offer(task)
 
     def refuse(self, request: Request, reason: str) -> None:
-        """It is not served."""
+        """See :class:`loadgen.simulate.door.Exits`."""
         request.result.fail("refused", reason)
         self._num_open -= 1
 
@@ -172,7 +166,7 @@ class SimulatedMesh:
         self.network.hop(self._tell, Control.hear_claim, claim)
 
     def say_placed(self, placed: Placed) -> None:
-        """A control process has placed a request."""
+        """See :class:`loadgen.simulate.control.Surroundings`."""
         self.network.hop(self._tell, Control.hear_placed, placed)
 
     def _say_end(self, request: Request) -> None:
@@ -184,5 +178,8 @@ class SimulatedMesh:
             hear(control, message)
 
     def _sample(self) -> None:
-        take_sample(self.samples, self.queue.now_s, list(self._workers.values()), self.shared)
+        num_waiting = len(self.shared["prefill"]) + sum(
+            one.door.num_waiting for one in self.controls
+        )
+        take_sample(self.samples, self.queue.now_s, list(self._workers.values()), num_waiting)
         self.queue.after(self._sample_s, self._sample)

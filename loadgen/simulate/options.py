@@ -26,6 +26,7 @@ class SimulationOptions:
     early_rejection: EarlyRejection | None = None
     slo_ttft_ms: float | None = None
     slo_tbt_ms: float | None = None
+    waiting_room: bool | None = None
     routers: int | None = None
     max_tokens: int = 0
     scale: float = 1.0

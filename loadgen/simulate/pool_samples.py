@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from loadgen.simulate.worker import SimulatedWorker, Task
+from loadgen.simulate.worker import SimulatedWorker
 from pipeline.cost_model import decode_step_ms
 
 
@@ -26,9 +25,9 @@ def take_sample(
     samples: PoolSamples,
     now_s: float,
     workers: Sequence[SimulatedWorker],
-    shared: Mapping[str, deque[Task]],
+    num_unplaced: int,
 ) -> None:
-    """Note how things are now."""
+    """Note how things are now; ``num_unplaced`` requests are on no worker yet."""
     loads = [(worker, worker.load()) for worker in workers]
     prefill = [(one, load) for one, load in loads if "prefill" in one.spec.queues]
     decode = [(one, load) for one, load in loads if "decode" in one.spec.queues]
@@ -39,7 +38,7 @@ def take_sample(
     waiting = sum(load.num_waiting + one.num_offered for one, load in prefill)
     samples.time_s.append(now_s)
     samples.prefill_wait_ms.append(_mean([load.waiting_ms for _, load in prefill]))
-    samples.prefill_waiting.append((waiting + len(shared["prefill"])) / max(1, len(prefill)))
+    samples.prefill_waiting.append((waiting + num_unplaced) / max(1, len(prefill)))
     samples.decode_step_ms.append(_mean(steps_ms))
     samples.decode_running.append(_mean([len(one.engine.batch) for one, _ in decode]))
     used = [1 - load.num_free_blocks / max(1, load.num_blocks) for _, load in decode]

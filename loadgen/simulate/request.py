@@ -51,6 +51,11 @@ class Request:
         """The hashes of its prompt, as :class:`pipeline.prefixes.Prefixes` takes them."""
         return block_runs(self.pieces, self.blocks_per_piece, self.num_blocks)
 
+    def clamp(self, max_tokens: int) -> None:
+        """It may not become longer than that."""
+        self.max_tokens = min(self.max_tokens, max_tokens)
+        self.num_output = min(self.num_output, max_tokens)
+
     def record(self, served: str) -> RequestRecord:
         """What admission writes of it; ``served`` is the pool. Its tokens are zeros, and take room:
         so it is made anew each time."""

@@ -68,6 +68,7 @@ def told(plan: FleetPlan, options: SimulationOptions) -> FleetPlan:
             ("early_rejection", options.early_rejection),
             ("slo_ttft_ms", options.slo_ttft_ms),
             ("slo_tbt_ms", options.slo_tbt_ms),
+            ("waiting_room", options.waiting_room),
         )
         if value is not None
     }
@@ -162,7 +163,7 @@ def _result(
         recorder=recorder,
         workers=tuple(_figures(one, virtual_s) for one in mesh.everyone),
         samples=mesh.samples,
-        decisions_s=array("d", (s for control in mesh.controls for s in control.decisions_s)),
+        decisions_s=array("d", (s for control in mesh.controls for s in control.door.decisions_s)),
         cpu_s=cpu_s,
         virtual_s=virtual_s,
         offered_s=requests[-1].due_s,
