@@ -277,6 +277,12 @@ class WorkerConfig:
         """The roles as beats and subjects name them."""
         return ("prefill", "decode") if self.role == "both" else (self.role,)
 
+    @property
+    def told_roles(self) -> tuple[str, ...]:
+        """The roles in beats: a decode worker also computes short rests of prompts that are placed
+        with it by name ("suffix"), and takes no other prefills."""
+        return ("decode", "suffix") if self.role == "decode" else self.roles
+
     def thread_environment(self) -> dict[str, str]:
         """Variables that must stand in the environment before torch is imported.
 

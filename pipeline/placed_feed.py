@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from collections.abc import Callable
 
 from infra.bus import Bus, Msg
 from infra.log import Logger

@@ -23,6 +23,7 @@ from infra.route_config import RouteConfig
 from pipeline.fleet import Fleet
 from pipeline.lenders import kv_sources
 from pipeline.outlook import Outlook
+from pipeline.prefix_hash import ID_BYTES
 from pipeline.prefix_walk import Match
 from pipeline.prefixes import Prefixes
 from pipeline.route_policies import RoutePolicy, make_policy
@@ -35,7 +36,6 @@ from schemas.kv import KvReady, KvSource
 from schemas.requests import RequestRecord
 from schemas.subjects import ANY
 
-_ID_BYTES = 4
 _UNKNOWN_ANSWER = 256  # tokens of an answer whose record is too large to come along
 
 Reason = Literal["any", "prefix", "load", "suffix"]
@@ -188,7 +188,7 @@ class PolicyPlacement:
         """See :class:`Placement`."""
         now_s = self._clock()
         matches = self._find(record)
-        num_prompt = len(record.prompt_ids) // _ID_BYTES
+        num_prompt = len(record.prompt_ids) // ID_BYTES
         pool = self._pool(record.served, "prefill", now_s)
         weighed = pool.weigh_prefill(num_prompt, matches)
         place = self._stay(record, weighed, matches, now_s) or self._choose(weighed, matches)
@@ -224,7 +224,7 @@ class PolicyPlacement:
         self, record: RequestRecord, weighed: Weighed, matches: Mapping[str, Match], now_s: float
     ) -> PrefillPlace | None:
         pool = self._pool(record.served, SUFFIX, now_s)
-        num_prompt = len(record.prompt_ids) // _ID_BYTES
+        num_prompt = len(record.prompt_ids) // ID_BYTES
         found = stay_place(pool, self._suffix, num_prompt, matches, weighed)
         return None if found is None else _place_at(*found, "suffix")
 

@@ -19,6 +19,7 @@ from typing import TypeVar
 from infra.bus import Bus
 from infra.log import Logger
 from pipeline.claim_chain import ChainTip, ClaimChain
+from pipeline.prefix_hash import ID_BYTES
 from pipeline.stage import Work
 from pipeline.takeover import publish_prefill
 from schemas import subjects
@@ -87,6 +88,12 @@ class Claimed:
 def key_of(task: Task) -> str:
     """The name in the engine of what a task leads to."""
     return f"{task.request_id}.{task.epoch}"
+
+
+def _num_tokens(task: Task, record: RequestRecord) -> int:
+    """Of the prompt, and of the answer as far as the task tells."""
+    ready = () if isinstance(task, PrefillTask) else task.ready.tokens
+    return len(record.prompt_ids) // ID_BYTES + sum(len(run) // ID_BYTES for run in ready)
 
 
 class Claims:
@@ -206,6 +213,8 @@ class Claims:
             role=role,
             served=record.served,
             deadline_unix_ms=record.deadline_unix_ms,
+            num_tokens=_num_tokens(task, record),
+            max_tokens=(record.sampling.max_tokens or 0) * record.sampling.n,
         )
         seq = await self.through_outages(
             record, lambda: self.chain.append(record.reader, entry, task.after_seq)

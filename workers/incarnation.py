@@ -94,7 +94,7 @@ class Incarnation:
             metrics,
             log,
             fingerprint=info.fingerprint,
-            hand_over=None if config.role == "both" else self._offers.offer,
+            hand_over=self._offers.offer if config.role == "prefill" else None,
             on_room=self._poke,
         )
         self._stage_ctx = StageContext(
@@ -112,7 +112,7 @@ class Incarnation:
         return msgspec.structs.replace(
             beat,
             worker=self.worker,
-            roles=self._config.roles,
+            roles=self._config.told_roles,
             served=self._host.served,
             engine=info.label,
             fingerprint=info.fingerprint,
@@ -123,6 +123,8 @@ class Incarnation:
             costs=self._host.engine.meter.costs,
             profile=self._host.engine.meter.profile,
             kv_token_bytes=info.kv_token_bytes,
+            rack=self._config.rack,
+            zone=self._config.zone,
         )
 
     async def run(self) -> None:
@@ -175,19 +177,19 @@ class Incarnation:
     # Stages ----------------------------------------------------------------------------------
 
     def _make_stages(self) -> list[Stage[Any]]:
-        stages: list[Stage[Any]] = []
-        if "prefill" in self._config.roles:
-            prefill = Prefill(self._bus, self._claims, self.execution, self._prefix())
-            stages += self._both_queues("prefill", PrefillTask, prefill.handle)
+        prefill = Prefill(self._bus, self._claims, self.execution, self._prefix())
+        stages = self._queues("prefill", PrefillTask, prefill.handle)
+        if "prefill" not in self._config.roles:
+            del stages[1:]  # only what a router leaves here: a short rest of what is here already
         if "decode" in self._config.roles:
             decode_handler = Decode(
                 self._bus, self._claims, self.execution, self._host.intake, self._ctx.log
             )
-            stages += self._both_queues("decode", DecodeTask, decode_handler.handle)
+            stages += self._queues("decode", DecodeTask, decode_handler.handle)
         return stages
 
-    def _both_queues(self, name: str, kind: type[Any], handler: Handler[Any]) -> list[Stage[Any]]:
-        """Our own queue, and the one that all workers of the model share."""
+    def _queues(self, name: str, kind: type[Any], handler: Handler[Any]) -> list[Stage[Any]]:
+        """Our own queue, then the one that all workers of the model share."""
         served, times = self._host.served, self._bus.times
         own = worker_consumer(name, served, self.worker, times)
         return [

@@ -1,6 +1,7 @@
 """Prefill: turn a prompt into KV blocks that another worker can read.
 
 Consumes   mesh.v1.prefill.<model@rev>.<worker|any>            PrefillTask
+           (a decode worker: only those placed with it by name, and to the end of the answer)
 Asks       mesh.v1.kv-lend.<worker>                            KvLend: others' blocks
 Publishes  mesh.v1.token-stream.<reader>.claim.<id>            Claim; StreamEnd, StreamError
            mesh.v1.token-stream.<reader>.tokens                the next token (token 0 at first)
