@@ -50,6 +50,13 @@ def new(
     max_priority: Annotated[
         int | None, typer.Option(help="no request gets more; default: --priority")
     ] = None,
+    ttft_ms: Annotated[
+        float | None, typer.Option(help="to the first token, of requests that name no times", min=1)
+    ] = None,
+    tbt_ms: Annotated[float | None, typer.Option(help="the same, between tokens", min=1)] = None,
+    slo_class: Annotated[
+        str | None, typer.Option(help="the same: a class of their model's policy")
+    ] = None,
     expires: Annotated[
         str | None, typer.Option(help="date or time (UTC) from which it opens nothing")
     ] = None,
@@ -61,6 +68,7 @@ def new(
     from infra.api_key import hash_of, new_key
     from pipeline.access.key import ApiKey
     from pipeline.access.key_file import append_key, entry_of, parse_keys
+    from schemas.requests import Slo
 
     text = new_key()
     tenant = _checked("tenant", process_name, tenant)
@@ -74,6 +82,11 @@ def new(
         concurrent_requests=concurrency,
         priority=priority,
         max_priority=max_priority,
+        slo=Slo(
+            ttft_ms=ttft_ms or 0.0,
+            tbt_ms=tbt_ms or 0.0,
+            name=_checked("slo-class", process_name, slo_class) if slo_class else "",
+        ),
         expires_unix_s=_checked("expires", _moment, expires) if expires else None,
     )
     entry = entry_of(made)
@@ -150,9 +163,20 @@ def _facts(key: ApiKey) -> dict[str, Any]:
         "concurrent_requests": key.concurrent_requests,
         "priority": key.priority,
         "max_priority": key.priority if key.max_priority is None else key.max_priority,
+        "ttft_ms": key.slo.ttft_ms or None,
+        "tbt_ms": key.slo.tbt_ms or None,
+        "slo_class": key.slo.name or None,
         "expires": expires and datetime.fromtimestamp(expires, UTC).isoformat(),
         "sha256": shown(key.digest),
     }
+
+
+def _shown_slo(key: ApiKey) -> str:
+    """Its class, and its times as first token / between tokens."""
+    slo = key.slo
+    times = "/".join(f"{ms:g} ms" if ms else "-" for ms in (slo.ttft_ms, slo.tbt_ms))
+    named = [slo.name] if slo.name else []
+    return " ".join([*named, *([times] if slo.ttft_ms or slo.tbt_ms else [])]) or "-"
 
 
 def _print_table(found: tuple[ApiKey, ...]) -> None:
@@ -162,8 +186,8 @@ def _print_table(found: tuple[ApiKey, ...]) -> None:
     if not found:
         print("no keys")
         return
-    columns = ("name", "tenant", "state", "models", "rpm", "tpm", "at once", "priority", "expires",
-               "sha256")  # fmt: skip
+    columns = ("name", "tenant", "state", "models", "rpm", "tpm", "at once", "priority", "slo",
+               "expires", "sha256")  # fmt: skip
     table = Table(*columns, box=None, pad_edge=False)
     for key in found:
         facts = _facts(key)
@@ -173,7 +197,7 @@ def _print_table(found: tuple[ApiKey, ...]) -> None:
             *(str(facts[limit] or "-") for limit in (
                 "requests_per_minute", "tokens_per_minute", "concurrent_requests")),
             str(key.priority) if facts["priority"] == facts["max_priority"] else span,
-            (facts["expires"] or "never").removesuffix("+00:00"), facts["sha256"],
+            _shown_slo(key), (facts["expires"] or "never").removesuffix("+00:00"), facts["sha256"],
         )  # fmt: skip
     width = Console(width=10_000).measure(table).maximum  # whole names, whatever the terminal
     Console(width=width, highlight=False, markup=False).print(table)

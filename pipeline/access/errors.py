@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from schemas.errors import InvalidRequest, MeshError, QueueFull
+from schemas.errors import InvalidRequest, MeshError, OverBudget, QueueFull
 
 
 class InvalidApiKey(InvalidRequest):
@@ -37,6 +37,6 @@ def extra_headers(error: MeshError) -> list[tuple[bytes, bytes]]:
         return [(b"www-authenticate", b"Bearer")]
     if isinstance(error, OverLimit):
         return [(b"x-should-retry", b"false")]
-    if isinstance(error, RateLimited) and error.retry_after_s is not None:
+    if isinstance(error, RateLimited | OverBudget) and error.retry_after_s is not None:
         return [(b"retry-after-ms", b"%d" % math.ceil(error.retry_after_s * 1000))]
     return []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+from schemas.requests import Slo
 
 State = Literal["valid", "expired", "revoked"]
 _ANY_END = "*"  # at the end of a model's name
@@ -25,6 +27,7 @@ class ApiKey:
     concurrent_requests: int | None = None
     priority: int = 0  # of a request that names none
     max_priority: int | None = None  # None: as ``priority``
+    slo: Slo = field(default_factory=Slo)  # of a request that names neither times nor a class
     expires_unix_s: float | None = None
     is_revoked: bool = False
 

@@ -9,6 +9,9 @@
     concurrent_requests = 8
     priority = 0                         of requests that name none
     max_priority = 0                     default: as priority
+    ttft_ms = 500                        these three: of requests that name no times of their own;
+    tbt_ms = 50                          default none
+    slo_class = "chat"
     expires = 2027-01-01T00:00:00Z       default: never
     revoked = true
 
@@ -27,13 +30,16 @@ from pathlib import Path
 from typing import Any
 
 from infra.api_key import HashedKey, sha256_hex
-from infra.parse import process_name, text, whole
+from infra.parse import number, process_name, text, whole
 from pipeline.access.budgets import MAX_KEYS
 from pipeline.access.key import ApiKey
+from pipeline.policy import MAX_SLO_MS
 from schemas.errors import ConfigError
+from schemas.requests import Slo
 
 _TABLE = "keys"
 _MAX_LIMIT = 10**9
+_MS = number(1, MAX_SLO_MS)
 _PRIORITY = whole(-(2**31), 2**31 - 1)
 
 
@@ -70,10 +76,14 @@ _FIELDS: dict[str, tuple[str, Callable[[object], Any]]] = {
     "concurrent_requests": ("concurrent_requests", whole(1, _MAX_LIMIT)),
     "priority": ("priority", _PRIORITY),
     "max_priority": ("max_priority", _PRIORITY),
+    "ttft_ms": ("ttft_ms", _MS),
+    "tbt_ms": ("tbt_ms", _MS),
+    "slo_class": ("name", process_name),
     "expires": ("expires_unix_s", _moment),
     "revoked": ("is_revoked", _yes_or_no),
 }
 _NEEDED = ("sha256", "tenant")
+_SLO = ("ttft_ms", "tbt_ms", "name")  # fields of its ``slo``
 
 
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
@@ -129,7 +139,8 @@ def _key(name: str, table: object, origin: str) -> ApiKey:
         if field not in table:
             raise fail(field, "missing")
     try:
-        return ApiKey(name=process_name(name), **values)
+        slo = Slo(**{field: values.pop(field) for field in _SLO if field in values})
+        return ApiKey(name=process_name(name), slo=slo, **values)
     except ValueError as error:
         raise fail("", str(error)) from None
 
@@ -169,12 +180,19 @@ def entry_of(key: ApiKey) -> str:
         lines.append(f"priority = {key.priority}")
     if key.max_priority is not None:
         lines.append(f"max_priority = {key.max_priority}")
+    lines += _slo_lines(key.slo)
     if key.expires_unix_s is not None:
         moment = datetime.fromtimestamp(key.expires_unix_s, UTC)
         lines.append(f"expires = {moment.isoformat().replace('+00:00', 'Z')}")
     if key.is_revoked:
         lines.append("revoked = true")
     return "\n".join(lines) + "\n"
+
+
+def _slo_lines(slo: Slo) -> list[str]:
+    times = (("ttft_ms", slo.ttft_ms), ("tbt_ms", slo.tbt_ms))
+    lines = [f"{field} = {time_ms}" for field, time_ms in times if time_ms]
+    return [*lines, f'slo_class = "{slo.name}"'] if slo.name else lines
 
 
 def _quoted(name: str) -> str:

@@ -19,6 +19,7 @@ from pipeline.access.charge import Charge
 from pipeline.access.errors import OverLimit, RateLimited
 from pipeline.access.headers import Header, rate_headers
 from pipeline.access.key import ApiKey
+from schemas.requests import Slo
 
 _RETRY_S = 1.0  # when one of a key's open requests will end, nobody knows
 
@@ -36,6 +37,10 @@ class Permit:
     def priority_of(self, asked: int | None) -> int:
         """The priority that a request gets."""
         return asked or 0
+
+    def slo_of(self, asked: Slo) -> Slo:
+        """The times that a request is to be served in."""
+        return asked
 
     def enter(self, charge: Charge) -> None:
         """Begin a request.
@@ -78,6 +83,10 @@ class KeyPermit(Permit):
     def priority_of(self, asked: int | None) -> int:
         """As the key says."""
         return self._key.priority_of(asked)
+
+    def slo_of(self, asked: Slo) -> Slo:
+        """As the key says, where the request says nothing."""
+        return asked if asked != Slo() else self._key.slo
 
 
 class MeteredPermit(KeyPermit):

@@ -23,7 +23,8 @@ _RATES = [
 ]
 EXPOSED = (
     "x-request-id", "x-mesh-request-id", "x-mesh-resume-window", "retry-after",
-    "retry-after-ms", "x-should-retry", "openai-processing-ms", *_RATES,
+    "retry-after-ms", "x-should-retry", "openai-processing-ms", "x-mesh-asked-model",
+    "x-mesh-clamped-max-tokens", *_RATES,
 )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from pipeline.bridge.limits import Limits
 from pipeline.bridge.metering import find_model, settle, signed
 from pipeline.bridge.note import ReaderNote
 from pipeline.bridge.ports import AskTokenizer, Client, Models
+from pipeline.bridge.slo import asked_slo, degraded_headers, naming_header
 from pipeline.bridge.sse import ChatEvents, CompletionEvents, Events, StreamForm
 from pipeline.bridge.windows import Windows
 from schemas.errors import InvalidRequest, MeshError
@@ -89,12 +90,13 @@ class Services:
 
 
 def identity_of(note: ReaderNote, request_id: str, generation: Generation) -> Identity:
-    """What every event says of its stream."""
+    """What every event says of its stream. A model that answers for another gives its own name."""
+    word = generation.accepted[0]
     return Identity(
         id=ENDPOINTS[note.endpoint].id_prefix + request_id,
         created=note.created_unix_s,
-        model=note.model,
-        fingerprint=generation.accepted[0].revision,
+        model=word.model if word.asked_model else note.model,
+        fingerprint=word.revision,
     )
 
 
@@ -152,7 +154,8 @@ class Generator:
         self._describe(call, body, requests)
         find_model(call, self._services.models, body.model)
         note = self._note(body, len(requests))
-        requests = signed(call, requests, body.priority, note.packed())
+        slo = call.permit.slo_of(asked_slo(call.headers))
+        requests = signed(call, requests, body.priority, slo, note.packed())
         call.permit.enter(first_charge(requests))
         generation = self._generation(requests)
         ending: MeshError | None = None
@@ -235,7 +238,7 @@ class Generator:
         note: ReaderNote,
         generation: Generation,
     ) -> None:
-        await generation.open(self._limits.accept_s)
+        await self._open(call, generation)
         call.permit.confirm(exact_charge(requests, generation.accepted))
         call.facts["prompt_tokens"] = generation.prompt_tokens
         if body.stream:
@@ -243,6 +246,19 @@ class Generator:
         else:
             await self._whole(call, identity_of(note, call.request_id, generation), generation)
         call.facts |= generation.facts
+
+    async def _open(self, call: Call, generation: Generation) -> None:
+        """Wait for admission's word; what it made of the request is told in headers."""
+        try:
+            await generation.open(self._limits.accept_s)
+        except InvalidRequest as error:
+            raise naming_header(error) from error
+        call.answer_headers += degraded_headers(generation.accepted)
+        word = generation.accepted[0]
+        if word.asked_model:
+            call.facts["answered_by"] = word.model
+        if word.asked_max_tokens:
+            call.facts["clamped_max_tokens"] = word.max_tokens
 
     async def _stream(self, call: Call, note: ReaderNote, generation: Generation) -> None:
         """Event ids are left out unless asked for: there are readers that take each event for one

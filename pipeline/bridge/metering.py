@@ -14,7 +14,7 @@ from pipeline.bridge.generate import Generation
 from pipeline.bridge.ports import Models
 from schemas.errors import MeshError, ModelNotFound
 from schemas.models import ModelCard
-from schemas.requests import InferenceRequest
+from schemas.requests import InferenceRequest, Slo
 
 Handler = Callable[[Call], Awaitable[None]]
 
@@ -53,12 +53,19 @@ def counted(handler: Handler) -> Handler:
 
 
 def signed(
-    call: Call, requests: Sequence[InferenceRequest], asked_priority: int | None, note: bytes
+    call: Call,
+    requests: Sequence[InferenceRequest],
+    asked_priority: int | None,
+    slo: Slo,
+    note: bytes,
 ) -> list[InferenceRequest]:
-    """``requests`` as they go to the mesh: whose they are, how urgent, and the reader's note."""
+    """``requests`` as they go to the mesh: whose they are, how urgent, in which time they are
+    wanted, and the reader's note."""
     tenant, priority = call.permit.tenant, call.permit.priority_of(asked_priority)
     return [
-        msgspec.structs.replace(request, tenant=tenant, priority=priority, reader_note=note)
+        msgspec.structs.replace(
+            request, tenant=tenant, priority=priority, slo=slo, reader_note=note
+        )
         for request in requests
     ]
 

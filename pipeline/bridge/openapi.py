@@ -16,6 +16,7 @@ import msgspec
 from pipeline.bridge.checks import BODY_RANGES
 from pipeline.bridge.errors import OriginRefused
 from pipeline.limits import RANGES
+from pipeline.policy import MAX_SLO_MS
 from schemas.errors import MeshError
 from schemas.openai import (
     ChatBody,
@@ -40,6 +41,7 @@ _STRUCTS = (
     ChatBody, ChatCompletion, ChatChunk, CompletionBody, Completion, TokenizeBody, TokenizeAnswer,
     DetokenizeBody, DetokenizeAnswer, ModelList, ModelObject, ErrorAnswer,
 )  # fmt: skip
+_MS: Json = {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_SLO_MS}
 _CLIENT_LEFT = 499  # nobody is there to read it
 _PROCESS: Json = {
     "type": "object",
@@ -140,7 +142,9 @@ def _generation(
         [_in_header("x-request-id", {"type": "string", "maxLength": 128}),
          _in_header("x-mesh-deadline-ms", _whole(1)),
          _in_header("x-mesh-event-ids", {"enum": ["0", "1"]}),
-         _in_header("x-mesh-resume-window", {"type": "number", "minimum": 0})],
+         _in_header("x-mesh-resume-window", {"type": "number", "minimum": 0}),
+         _in_header("x-slo-ttft-ms", _MS), _in_header("x-slo-tbt-ms", _MS),
+         _in_header("x-slo-class", {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,40}$"})],
     ))  # fmt: skip
 
 

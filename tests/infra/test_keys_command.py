@@ -17,6 +17,7 @@ from infra.settings import Sources, flags_of, load, secrets_of
 from infra.up_plan import plan
 from pipeline.access.key_file import parse_keys, read_keys
 from schemas.errors import ConfigError
+from schemas.requests import Slo
 
 KEY = "mesh-0123456789abcdef0123456789"
 
@@ -58,6 +59,7 @@ def test_a_new_key_goes_into_a_file(typed: Typed, tmp_path: Path) -> None:
     options = (
         "--name=prod", "--models=a,b*", "--rpm=60", "--tpm=100000", "--concurrency=8",
         "--priority=1", "--max-priority=3", "--expires=2027-01-01", f"--file={path}",
+        "--ttft-ms=300", "--tbt-ms=12.5", "--slo-class=gold",
     )  # fmt: skip
     assert typed("keys", "new", "--tenant=acme", *options) == 0
     key = typed.out.removesuffix("\n")
@@ -66,6 +68,7 @@ def test_a_new_key_goes_into_a_file(typed: Typed, tmp_path: Path) -> None:
     assert (made.name, made.models, made.priority, made.max_priority) == ("prod", ("a", "b*"), 1, 3)
     limits = (made.requests_per_minute, made.tokens_per_minute, made.concurrent_requests)
     assert limits == (60, 100_000, 8)
+    assert made.slo == Slo(ttft_ms=300.0, tbt_ms=12.5, name="gold")
     assert made.expires_unix_s == 1_798_761_600.0
     assert key not in path.read_text() + typed.err
 
@@ -78,13 +81,18 @@ def test_keys_are_listed_and_revoked(typed: Typed, tmp_path: Path) -> None:
     assert typed("keys", "list", path) == 0
     header, row = typed.out.splitlines()
     assert header.split() == [
-        "name", "tenant", "state", "models", "rpm", "tpm", "at", "once", "priority", "expires",
-        "sha256",
+        "name", "tenant", "state", "models", "rpm", "tpm", "at", "once", "priority", "slo",
+        "expires", "sha256",
     ]  # fmt: skip
+    typed("keys", "new", "--tenant=b", "--ttft-ms=300", "--slo-class=gold", f"--file={path}")
+    typed("keys", "list", path)
+    assert "gold 300 ms/-" in typed.out.splitlines()[2]
+    typed("keys", "list", path)
     assert row.split()[:7] == [long, "acme", "valid", "all", "60", "-", "-"]
     assert typed("keys", "revoke", path, long) == 0
     assert typed("keys", "list", path, "--json") == 0
-    (facts,) = json.loads(typed.out)
+    facts, slow = json.loads(typed.out)
+    assert (slow["ttft_ms"], slow["tbt_ms"], slow["slo_class"]) == (300.0, None, "gold")
     assert (facts["name"], facts["state"], facts["requests_per_minute"]) == (long, "revoked", 60)
     path.write_text("")
     typed("keys", "list", path)
