@@ -35,7 +35,7 @@ from infra.parse import (
     text,
     whole,
 )
-from infra.route_config import RouteConfig
+from infra.room_config import RoomConfig
 from infra.settings import SHARED_TABLE, Sources, load, setting
 from infra.transport.plan import CHOICES, TransportPlan, plan_transports
 from schemas.errors import ConfigError
@@ -122,7 +122,7 @@ def read_bus_env(file: Path) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ControlConfig(RouteConfig):
+class ControlConfig(RoomConfig):
     """The control process: admission and router."""
 
     table: ClassVar[str] = "control"
@@ -134,7 +134,7 @@ class ControlConfig(RouteConfig):
         many=True,
     )  # fmt: skip
     max_queued_requests: int = setting(
-        MAX_QUEUED, whole(1, 1_000_000), "requests of one model that may wait for a prefill; more "
+        MAX_QUEUED, whole(1, 1_000_000), "requests of one model that may wait for a worker; more "
         "are refused with 429. Equal in all control processes",
     )  # fmt: skip
     kv_index_blocks: int = setting(

@@ -1,69 +1,75 @@
-"""Admission: who asks for what, what it becomes in tokens, may it enter.
+"""Admission: who asks for what, what it becomes in tokens, may it enter, and when may it go.
 
 Consumes   mesh.v1.admission.<model>                      InferenceRequest (MessagePack or JSON)
 Publishes  mesh.v1.request.<id>                           RequestRecord, once
            mesh.v1.token-stream.<reader>.tokens           Accepted
            mesh.v1.token-stream.<reader>.claim.<id>       StreamError, when refused
            mesh.v1.prefill.<model@rev>.<worker|any>       PrefillTask
-Keeps      nothing between messages
+Keeps      who waits (pipeline/doorkeeper.py); their messages are un-acked meanwhile
 Twice?     the record is written once; a repeat publishes the same Accepted and task again
-Fails      ModelNotFound, InvalidRequest, ContextTooLong, QueueFull -> StreamError to the client
+Fails      ModelNotFound, InvalidRequest, ContextTooLong, QueueFull, OverBudget -> StreamError
 """
 
 from __future__ import annotations
 
-import asyncio
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from infra.bus import WorkMessage, WrongLastSequence
 from pipeline.backlog import Backlog
-from pipeline.limits import SequenceLimit, check_priority, check_sampling, check_token_ids
-from pipeline.placement import Placement
+from pipeline.degradation import UNKNOWN_S, error_of
+from pipeline.doorkeeper import Doorkeeper
+from pipeline.placement import PrefillPlace
+from pipeline.policy import Policies
+from pipeline.prompt_reader import PromptReader
+from pipeline.records import accepted, prefill_task, record_of
 from pipeline.registry import Registry
-from pipeline.response_format import FormatChecks
 from pipeline.stage import Handled, Outgoing, StageContext, Work
-from pipeline.tokenizing import ChatTokenizer
+from pipeline.verdict import Ask, Clamp, Fallback, Refuse, Verdict, Wait
 from schemas import subjects
-from schemas.codec import decode, decode_json, encode, is_json, pack_ids, tag_of, unpack_ids
-from schemas.errors import ContextTooLong, InvalidRequest, QueueFull, SchemaError
+from schemas.codec import decode, decode_json, encode, is_json, tag_of, unpack_ids
+from schemas.errors import InvalidRequest, MeshError, QueueFull, SchemaError
 from schemas.headers import REQUEST, TRACEPARENT, WorkHeaders
 from schemas.models import ModelCard
-from schemas.prefill import PrefillTask
-from schemas.requests import (
-    MAX_READER_NOTE_BYTES,
-    InferenceRequest,
-    RequestRecord,
-    SamplingParams,
-)
-from schemas.tokens import Accepted
+from schemas.requests import InferenceRequest, RequestRecord, Slo
 
-INLINE_IDS_BYTES = 64 * 1024  # a longer prompt is read from the record instead of the task
-_LONG_TEXT_CHARS = 2_000  # tokenized on another thread, so that the loop goes on
-_LONG_TEXT_TOKENS = 500
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    """A request that may enter, or did before.
+
+    Args:
+        is_admitted: by the budget; else it waits for that.
+        asked_max_tokens: before they were cut for lack of room; 0: they were not.
+    """
+
+    record: RequestRecord
+    ask: Ask
+    is_new: bool = True
+    is_admitted: bool = True
+    asked_max_tokens: int = 0
 
 
 class Admission:
-    """The admission stage's handler.
-
-    Args:
-        tokenizers: by model folder; filled by :meth:`load` for each model that is registered.
-    """
+    """The admission stage's handler."""
 
     def __init__(
-        self, ctx: StageContext, registry: Registry, placement: Placement, backlog: Backlog
+        self,
+        ctx: StageContext,
+        registry: Registry,
+        reader: PromptReader,
+        *,
+        backlog: Backlog,
+        door: Doorkeeper,
+        policies: Policies,
     ) -> None:
         self._ctx = ctx
-        self._backlog = backlog
         self._registry = registry
-        self._placement = placement
-        self._tokenizers: dict[str, ChatTokenizer] = {}
-        self._formats = FormatChecks()
-
-    def load(self, card: ModelCard, tokenizer: ChatTokenizer) -> None:
-        """Be able to admit requests for ``card``."""
-        self._tokenizers[card.served] = tokenizer
+        self._reader = reader
+        self._backlog = backlog
+        self._door = door
+        self._policies = policies
 
     def parse(self, message: WorkMessage, data: bytes) -> Work[InferenceRequest]:
         """A request as MessagePack or JSON; headers are optional on this subject."""
@@ -95,103 +101,121 @@ class Admission:
         """Where its client listens."""
         return request.reader or subjects.default_reader(request.request_id)
 
-    async def handle(self, work: Work[InferenceRequest]) -> Handled:
-        """Check, tokenize, write the record, pass it on."""
-        request = work.message
-        card = self._registry.require(request.model)
-        tokenizer = await self.tokenizer_of(card)
-        try:
-            record, is_new = await self._write_record(await self._check(work, card, tokenizer))
-        except (InvalidRequest, QueueFull):
-            found = await self._ctx.chain.record(request.request_id)
-            if found is None or found[1].reader != self.reader_of(request):
-                raise
-            record, is_new = found[1], False  # admitted before, when there was more room
-        prompt_ids = unpack_ids(record.prompt_ids)
-        if is_new:
-            self._ctx.metrics.requests_admitted.inc()
-            self._ctx.metrics.prompt_tokens.observe(len(prompt_ids))
-        echo = await _decode(tokenizer, prompt_ids) if request.echo else None
-        outcome = "admitted" if is_new else "repeated"
-        return Handled(outcome=outcome, publish=self._next(record, echo))
-
     def when_full(self, request: InferenceRequest) -> QueueFull:
         """What a client hears when the broker has no place for its task."""
         return self._backlog.full(self._registry.require(request.model).served)
 
-    async def _check(
-        self, work: Work[InferenceRequest], card: ModelCard, tokenizer: ChatTokenizer
-    ) -> RequestRecord:
-        """The record that ``work`` asks for, if it may enter."""
+    async def handle(self, work: Work[InferenceRequest]) -> Handled:
+        """Check, tokenize, write the record, and pass it on as soon as a worker has room.
+
+        What is published goes one after the other, each confirmed before the next. A task before
+        its record could carry another seed than the record that stands in the end. Accepted before
+        the task would give a client its 200, and then the refusal of a queue that is full. Only a
+        request that waits has Accepted first, for its client does not wait that long for a status;
+        then it is this message that keeps the promise: it lies un-acked in the queue.
+        """
         request = work.message
-        check_sampling(request.sampling)
-        check_priority(request.priority)
-        if len(request.reader_note) > MAX_READER_NOTE_BYTES:
-            raise InvalidRequest(f"over {MAX_READER_NOTE_BYTES} bytes", param="reader_note")
-        await self._formats.check(request.sampling.response_format)
-        prompt_ids = await self._tokenize(request, card, tokenizer)
-        sampling = self._resolve(request, len(prompt_ids), card)
-        await self._backlog.enter(card.served)
-        return RequestRecord(
-            request_id=request.request_id,
-            model=card.name,
-            revision=card.revision,
-            served=card.served,
-            prompt_ids=pack_ids(prompt_ids),
-            sampling=sampling,
-            reader=self.reader_of(request),
-            admitted_unix_ms=self._ctx.bus.now_unix_ms(),
-            deadline_unix_ms=work.headers.deadline_unix_ms,
-            tenant=request.tenant,
-            priority=request.priority,
-            label=request.label[:256],
-            cache_salt=request.cache_salt,
-            cost=_cost(sampling, len(prompt_ids)),
-            reader_note=request.reader_note,
+        try:
+            entry = await self._enter(work)
+        except (InvalidRequest, QueueFull):
+            found = await self._ctx.chain.record(request.request_id)
+            if found is None or found[1].reader != self.reader_of(request):
+                raise
+            entry = self._known(request, found[1])  # admitted before, when there was more room
+        told = await self._accepted(request, entry)
+        if entry.is_new:
+            self._ctx.metrics.requests_admitted.inc()
+            self._ctx.metrics.prompt_tokens.observe(entry.ask.num_prompt)
+        elif await self._is_taken(entry.record):
+            return _done(entry, told)
+        place = self._place(entry)
+        if place is not None:
+            return _done(entry, prefill_task(entry.record, place), told)
+        return Handled(outcome="waits", publish=(told,), then=lambda: self._wait(entry))
+
+    def _place(self, entry: _Entry) -> PrefillPlace | None:
+        """Where it goes at once; None: it must wait."""
+        if not entry.is_new and self._door.is_under_way(entry.record.request_id):
+            return self._door.place(entry.record, entry.ask)  # our ack was lost, perhaps
+        return self._door.enter(entry.record, entry.ask) if entry.is_admitted else None
+
+    async def _wait(self, entry: _Entry) -> Handled:
+        place = await self._door.wait(entry.record, entry.ask, is_admitted=entry.is_admitted)
+        if place is None:
+            return Handled(outcome="left")
+        return _done(entry, prefill_task(entry.record, place))
+
+    async def _is_taken(self, record: RequestRecord) -> bool:
+        """Whether a worker has it, or it has ended: a task more would be for nothing."""
+        tip = await self._ctx.chain.tip(record.reader, record.request_id)
+        return tip.seq > 0
+
+    # What it becomes -------------------------------------------------------------------------
+
+    async def _enter(self, work: Work[InferenceRequest]) -> _Entry:
+        """The request with its record written, if it may enter."""
+        entry = await self._judged(work)
+        record = entry.record
+        try:
+            await self._backlog.enter(record.served)
+            stands = await self._write_record(record)
+        except MeshError:
+            self._door.drop(record.request_id)
+            raise
+        return entry if stands is record else self._known(work.message, stands)
+
+    def _known(self, request: InferenceRequest, record: RequestRecord) -> _Entry:
+        """A request that was accepted before; whatever the budget says now, that stands."""
+        age_s = (self._ctx.bus.now_unix_ms() - record.admitted_unix_ms) / 1000
+        ask = self._door.ask(record, age_s=max(0.0, age_s))
+        self._door.admit(ask)
+        asked, given = request.sampling.max_tokens or 0, record.sampling.max_tokens or 0
+        was_cut = asked > given and record.model == request.model
+        return _Entry(
+            record=record, ask=ask, is_new=False, asked_max_tokens=asked if was_cut else 0
         )
 
-    def _resolve(
-        self, request: InferenceRequest, num_prompt: int, card: ModelCard
-    ) -> SamplingParams:
-        held = self._placement.max_sequence_tokens(card.served)
-        limit = SequenceLimit.of(card, held)
-        prompt_field = "prompt" if request.messages is None else "messages"
-        return limit.resolve(request.sampling, num_prompt, prompt_field)
+    async def _judged(self, work: Work[InferenceRequest]) -> _Entry:
+        """What the budget lets become of it: with fewer tokens, or by another model, maybe.
 
-    async def tokenizer_of(self, card: ModelCard) -> ChatTokenizer:
-        """The tokenizer of a registered model; read from its folder the first time."""
-        found = self._tokenizers.get(card.served)
-        if found is None:  # registered by another control process
-            found = await asyncio.to_thread(ChatTokenizer, Path(card.folder))
-            self.load(card, found)
-        return found
-
-    async def _tokenize(
-        self, request: InferenceRequest, card: ModelCard, tokenizer: ChatTokenizer
-    ) -> list[int]:
-        if (request.messages is None) == (request.prompt is None):
-            raise InvalidRequest("give either messages or prompt", param="messages")
-        if request.messages is not None:
-            text = tokenizer.render_chat(request.messages)
-            ids = await _encode(tokenizer, text, card, add_special=False)
-        elif isinstance(request.prompt, str):
-            ids = await _encode(tokenizer, request.prompt, card, add_special=True)
-        else:
-            check_token_ids("prompt", request.prompt or (), card.vocab_size)
-            ids = list(request.prompt or ())
-        if not ids:
-            raise InvalidRequest("the prompt is empty", param="prompt")
-        sampling = request.sampling
-        check_token_ids("stop_token_ids", sampling.stop_token_ids, card.vocab_size)
-        check_token_ids("logit_bias", tuple(sampling.logit_bias), card.vocab_size)
-        return ids
-
-    async def _write_record(self, record: RequestRecord) -> tuple[RequestRecord, bool]:
-        """Write the record.
-
-        Returns:
-            The one that stands, which was written first, and whether that was now.
+        Raises:
+            OverBudget, SloUnreachable: nothing.
         """
+        request = work.message
+        card = self._registry.require(request.model)
+        slo = self._policies.of(card.name).slo_of(request.slo)
+        entry, verdict = await self._read(work, card, slo)
+        if isinstance(verdict, Fallback):
+            card = self._registry.require(verdict.model)
+            entry, verdict = await self._read(work, card, slo, asked_model=request.model)
+        if isinstance(verdict, Fallback):  # of a fallback: one is enough
+            verdict = Refuse(
+                retry_after_s=UNKNOWN_S, reason="another model would do", shortage=verdict.shortage
+            )
+        if isinstance(verdict, Refuse):
+            raise error_of(verdict, entry.record.served)
+        if isinstance(verdict, Clamp):
+            return _clamped(entry, verdict.max_tokens)
+        return replace(entry, is_admitted=not isinstance(verdict, Wait))
+
+    async def _read(
+        self, work: Work[InferenceRequest], card: ModelCard, slo: Slo, asked_model: str = ""
+    ) -> tuple[_Entry, Verdict]:
+        """The request as one for ``card``, and what the budget says to it."""
+        record = record_of(
+            work.message,
+            card,
+            await self._reader.read(work.message, card),
+            reader=self.reader_of(work.message),
+            slo=slo,
+            admitted_unix_ms=self._ctx.bus.now_unix_ms(),
+            deadline_unix_ms=work.headers.deadline_unix_ms,
+        )
+        ask = self._door.ask(record, asked_model=asked_model)
+        return _Entry(record=record, ask=ask), self._door.judge(ask)
+
+    async def _write_record(self, record: RequestRecord) -> RequestRecord:
+        """Write the record; returns the one that stands, which was written first."""
         try:
             await self._ctx.bus.publish_stored(
                 subjects.request_record(record.request_id),
@@ -202,43 +226,19 @@ class Admission:
             found = await self._ctx.chain.record(record.request_id, at_least_seq=error.last_seq)
             if found is None or found[1].reader != record.reader:
                 raise InvalidRequest("this request id is in use", param="request_id") from None
-            return found[1], False
-        return record, True
+            return found[1]
+        return record
 
-    def _next(self, record: RequestRecord, echo: str | None) -> tuple[Outgoing, ...]:
-        """The task first: a client that hears Accepted has its request in the queue."""
-        request_id = record.request_id
-        accepted = Accepted(
-            request_id=request_id,
-            model=record.model,
-            revision=record.revision,
-            prompt_tokens=len(record.prompt_ids) // 4,
-            max_tokens=record.sampling.max_tokens or 0,
-            admitted_unix_ms=record.admitted_unix_ms,
-            deadline_unix_ms=record.deadline_unix_ms,
+    async def _accepted(self, request: InferenceRequest, entry: _Entry) -> Outgoing:
+        record, echo = entry.record, None
+        if request.echo:
+            card = self._registry.require(record.model)
+            echo = await self._reader.text_of(unpack_ids(record.prompt_ids), card)
+        return accepted(
+            record,
             echo_text=echo,
-        )
-        place = self._placement.place_prefill(record)
-        task = PrefillTask(
-            request_id=request_id,
-            epoch=1,
-            after_seq=0,
-            reader=record.reader,
-            record=record if len(record.prompt_ids) <= INLINE_IDS_BYTES else None,
-            kv_sources=place.sources,
-        )
-        return (
-            Outgoing(
-                subject=subjects.prefill(record.served, place.worker),
-                message=task,
-                msg_id=f"{request_id}.prefill.1",
-                epoch=1,
-            ),
-            Outgoing(
-                subject=subjects.token_stream(record.reader),
-                message=accepted,
-                msg_id=f"{request_id}.accepted",
-            ),
+            asked_model=request.model,
+            asked_max_tokens=entry.asked_max_tokens,
         )
 
     def _deadline(self, request: InferenceRequest) -> int:
@@ -249,28 +249,18 @@ class Admission:
         return min(asked, now + int(times.max_deadline_s * 1000))
 
 
-async def _encode(
-    tokenizer: ChatTokenizer, text: str, card: ModelCard, *, add_special: bool
-) -> list[int]:
-    least = tokenizer.least_num_tokens(text)
-    if least > card.context_length:
-        raise ContextTooLong(
-            f"the prompt has over {least} tokens, the context of {card.name} is "
-            f"{card.context_length}",
-            param="messages",
-        )
-    if len(text) < _LONG_TEXT_CHARS:
-        return tokenizer.encode(text, add_special=add_special)
-    return await asyncio.to_thread(tokenizer.encode, text, add_special=add_special)
+def _clamped(entry: _Entry, max_tokens: int) -> _Entry:
+    """With ``max_tokens`` over all choices instead of what was asked for."""
+    sampling = entry.record.sampling
+    each = max(1, max_tokens // sampling.n)
+    cut = msgspec.structs.replace(sampling, max_tokens=each)
+    return replace(
+        entry,
+        record=msgspec.structs.replace(entry.record, sampling=cut),
+        ask=replace(entry.ask, max_tokens=each * sampling.n),
+        asked_max_tokens=sampling.max_tokens or 0,
+    )
 
 
-async def _decode(tokenizer: ChatTokenizer, ids: list[int]) -> str:
-    if len(ids) < _LONG_TEXT_TOKENS:
-        return tokenizer.decode(ids)
-    return await asyncio.to_thread(tokenizer.decode, ids)
-
-
-def _cost(params: SamplingParams, num_prompt: int) -> float:
-    """The default cost model ``2 p^2 + p m``, with no prefix known to be cached."""
-    num_new = (params.max_tokens or 0) * params.n
-    return 2.0 * num_prompt**2 + float(num_prompt) * num_new
+def _done(entry: _Entry, *publish: Outgoing) -> Handled:
+    return Handled(outcome="admitted" if entry.is_new else "repeated", publish=publish)

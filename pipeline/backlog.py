@@ -1,6 +1,7 @@
 """How many requests of each model wait for a prefill worker, and when the queue has room again.
 
-    broker's count per subject, at most a second old
+    tasks in the prefill queues, and admissions without an ack,
+    as the broker counts them, at most a second old
     + what this process admitted since                     -> full?
     claims of a first epoch, as all processes hear them    -> how fast the queue is taken
     both                                                   -> Retry-After
@@ -27,6 +28,7 @@ COUNT_S = 1.0  # how old the broker's count may be
 RATE_S = 10.0  # over which the rate of claims is taken
 MAX_RETRY_S = 60.0  # more nobody waits, and workers may have come by then
 _UNKNOWN_S = 1.0  # Retry-After while nothing is being taken
+_IN_WORK = 64  # admissions without an ack that do not wait: two processes are at work on so many
 
 
 @dataclass(slots=True)
@@ -74,13 +76,20 @@ class Backlog:
 
     Args:
         limit: requests of one model that may wait.
+        waiting: how many of ``<model@rev>`` wait in this process for their turn.
     """
 
     def __init__(
-        self, bus: Bus, limit: int, *, clock: Callable[[], float] = time.monotonic
+        self,
+        bus: Bus,
+        limit: int,
+        waiting: Callable[[str], int] = lambda served: 0,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._bus = bus
         self._limit = limit
+        self._waiting = waiting
         self._clock = clock
         self._queues: dict[str, Queue] = {}
         self._counting = asyncio.Lock()
@@ -120,5 +129,13 @@ class Backlog:
 
     async def _ask(self, served: str) -> int:
         everyone = subjects.prefill(served, subjects.ANY).removesuffix(subjects.ANY) + "*"
-        info = await self._bus.api(f"STREAM.INFO.{WORK}", {"subjects_filter": everyone})
+        num_tasks, num_here = await self._count(everyone), self._waiting(served)
+        if not num_here:
+            return num_tasks
+        model, _ = subjects.split_served(served)  # where some wait here, others wait elsewhere
+        num_unacked = await self._count(subjects.admission(model))
+        return num_tasks + max(num_here, num_unacked - _IN_WORK)
+
+    async def _count(self, subject: str) -> int:
+        info = await self._bus.api(f"STREAM.INFO.{WORK}", {"subjects_filter": subject})
         return sum((info["state"].get("subjects") or {}).values())

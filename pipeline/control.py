@@ -7,7 +7,6 @@ decide at once is settled by record and claim.
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from pathlib import Path
 
@@ -17,15 +16,10 @@ from infra.model_folder import ModelFolder, open_model_folder
 from infra.process import RoleContext
 from infra.task_scope import task_scope
 from pipeline.admission import Admission
-from pipeline.backlog import Backlog
 from pipeline.claim_chain import ClaimChain
-from pipeline.fleet import Fleet
-from pipeline.index_feed import IndexFeed
-from pipeline.outlook import Outlook
-from pipeline.placed_feed import PlacedFeed
-from pipeline.placement import Placement, RouteSettings, make_placement
-from pipeline.prefixes import Prefixes
-from pipeline.radix_index import RadixIndex
+from pipeline.decisions import Decisions
+from pipeline.policy import FixedPolicies
+from pipeline.prompt_reader import PromptReader
 from pipeline.registry import Registry
 from pipeline.router import Router
 from pipeline.stage import Stage, StageContext, parse_as
@@ -33,12 +27,12 @@ from pipeline.takeover import TakeOver, redeliver_to_control
 from pipeline.tokenize_service import TokenizeService
 from pipeline.tokenizing import ChatTokenizer
 from pipeline.unclaimed import Unclaimed
-from schemas.control import Beat
 from schemas.kv import KvReady
 from schemas.models import ModelCard
 from schemas.requests import InferenceRequest
 from schemas.subjects import served
-from schemas.tokens import Claim
+
+MAX_WAITING = 32_768  # requests, of all models, that one process keeps un-acked
 
 
 async def serve_control(ctx: RoleContext, config: ControlConfig) -> None:
@@ -51,31 +45,20 @@ async def serve_control(ctx: RoleContext, config: ControlConfig) -> None:
     stage_ctx = StageContext(
         bus=bus, chain=ClaimChain(bus), metrics=ctx.metrics, log=ctx.log, process=ctx.process
     )
-    fleet = Fleet(bus.times.dead_s, time.monotonic())
-    index = RadixIndex(config.kv_index_blocks)
-    feed = IndexFeed(bus, index, fleet, ctx.metrics, ctx.log)
-    outlook = Outlook(fleet, beat_s=bus.times.beat_s)
-    placed = PlacedFeed(bus, outlook.hear_placed, ctx.process, ctx.log)
-    prefixes = Prefixes(index, fleet, ctx.metrics)
-    placement = _placement(ctx, config, fleet, prefixes, outlook, placed)
-
-    def hear_beat(beat: Beat) -> None:
-        feed.hear_beat(beat)
-        outlook.hear_beat(beat, time.monotonic())
-
-    def hear_claim(claim: Claim) -> None:
-        backlog.note_claim(claim)
-        outlook.hear_claim(claim, time.monotonic())
-
-    def hear_end(request_id: str, num_tokens: int | None) -> None:
-        outlook.hear_end(request_id, num_tokens, time.monotonic())
-
+    decisions = Decisions(ctx, config, FixedPolicies())
     registry = Registry(bus)
-    backlog = Backlog(bus, config.max_queued_requests)
-    admission = Admission(stage_ctx, registry, placement, backlog)
+    reader = PromptReader(decisions.placement.max_sequence_tokens)
     await registry.start()
     for source in config.models:
-        await _register(registry, admission, source.name, Path(source.source))
+        await _register(registry, reader, source.name, Path(source.source))
+    admission = Admission(
+        stage_ctx,
+        registry,
+        reader,
+        backlog=decisions.backlog,
+        door=decisions.door,
+        policies=decisions.policies,
+    )
     admit: Stage[InferenceRequest] = Stage(
         stage_ctx,
         "admission",
@@ -83,6 +66,7 @@ async def serve_control(ctx: RoleContext, config: ControlConfig) -> None:
         admission.parse,
         admission.reader_of,
         admission.handle,
+        max_waiting=MAX_WAITING,
         when_full=admission.when_full,
     )
     route: Stage[KvReady] = Stage(
@@ -91,25 +75,28 @@ async def serve_control(ctx: RoleContext, config: ControlConfig) -> None:
         kv_ready_consumer(bus.times),
         parse_as(KvReady),
         lambda ready: ready.reader,
-        Router(stage_ctx, placement, outlook).handle,
+        Router(stage_ctx, decisions.placement, decisions.outlook).handle,
     )
     takeover = TakeOver(
         bus,
         stage_ctx.chain,
-        fleet,
+        decisions.fleet,
         ctx.metrics,
         ctx.log,
-        placement=placement,
-        on_claim=hear_claim,
-        on_end=hear_end,
-        on_beat=hear_beat,
+        placement=decisions.placement,
+        on_claim=decisions.hear_claim,
+        on_end=decisions.hear_end,
+        on_stored=decisions.hear_stored,
+        on_beat=decisions.hear_beat,
     )
-    unclaimed = Unclaimed(bus, stage_ctx.chain, takeover.attendance, ctx.log)
-    questions = TokenizeService(bus, registry, admission.tokenizer_of, ctx.log)
+    unclaimed = Unclaimed(
+        bus, stage_ctx.chain, takeover.attendance, ctx.log, waiting=decisions.door.waiting
+    )
+    questions = TokenizeService(bus, registry, reader.tokenizer_of, ctx.log)
     async with task_scope() as tasks:
         tasks.create_task(questions.run(), name="tokenize")
-        tasks.create_task(feed.run(), name="kv index")
-        tasks.create_task(placed.run(), name="placed")
+        tasks.create_task(decisions.index_feed.run(), name="kv index")
+        tasks.create_task(decisions.placed_feed.run(), name="placed")
         tasks.create_task(takeover.run(), name="take-over")
         tasks.create_task(registry.run(), name="registry")
         tasks.create_task(unclaimed.run(), name="unclaimed")
@@ -121,29 +108,6 @@ async def serve_control(ctx: RoleContext, config: ControlConfig) -> None:
             stages.create_task(route.run(), name="kv-ready")
 
 
-def _placement(
-    ctx: RoleContext,
-    config: ControlConfig,
-    fleet: Fleet,
-    prefixes: Prefixes,
-    outlook: Outlook,
-    placed: PlacedFeed,
-) -> Placement:
-    settings = RouteSettings.of(config)
-    return make_placement(
-        settings.policy,
-        fleet,
-        prefixes,
-        outlook,
-        clock=time.monotonic,
-        rng=random.Random(),
-        settings=settings,
-        process=ctx.process,
-        on_placed=placed.say,
-        on_decision=lambda role, reason: ctx.metrics.placements.labels(role, reason).inc(),
-    )
-
-
 async def _stop_when_draining(
     ctx: RoleContext, admit: Stage[InferenceRequest], route: Stage[KvReady]
 ) -> None:
@@ -152,11 +116,11 @@ async def _stop_when_draining(
     route.stop()
 
 
-async def _register(registry: Registry, admission: Admission, name: str, folder: Path) -> None:
+async def _register(registry: Registry, reader: PromptReader, name: str, folder: Path) -> None:
     facts = await asyncio.to_thread(open_model_folder, folder)
     tokenizer = await asyncio.to_thread(ChatTokenizer, folder)
     card = _card(name, facts, tokenizer)
-    admission.load(card, tokenizer)
+    reader.load(card, tokenizer)
     await registry.register(card)
 
 

@@ -91,6 +91,10 @@ class Openings:
 
     # What is asked ---------------------------------------------------------------------------
 
+    def is_under_way(self, request_id: str) -> bool:
+        """Whether a task of a request lies in a queue, or a worker holds it."""
+        return request_id in self._tasks or request_id in self._held
+
     def is_open(self, served: str, now_s: float) -> bool:
         """Whether some worker of the pool will have room soon, or there is none at all."""
         return self.opens_s(served, now_s) <= now_s

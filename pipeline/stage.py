@@ -34,7 +34,7 @@ from infra.task_scope import task_scope
 from pipeline.endings import CRASH_LIMIT, Endings, StageContext
 from pipeline.work import Handled, Handler, Outgoing, Parser, Work, parse_as
 from schemas.codec import Message, encode, tag_of
-from schemas.errors import BusUnavailable, MeshError, QueueFull
+from schemas.errors import BusUnavailable, MeshError, NoCapacity, QueueFull
 from schemas.headers import WorkHeaders
 
 __all__ = [
@@ -226,12 +226,14 @@ class Stage(Generic[T]):
         if self._left_s(work.headers) <= 0:
             raise _TooLate
         handled = await self._handler(work)
-        while True:
-            for outgoing in handled.publish:
-                await self._publish(outgoing, work.headers)
-            if handled.then is None:
-                return handled.outcome
+        await self._publish_all(handled, work.headers)
+        while handled.then is not None:
             handled = await self._wait(message, work.headers, handled.then)
+            try:
+                await self._publish_all(handled, work.headers)
+            except QueueFull as error:  # it has been promised to its client: it comes again
+                raise NoCapacity(error.message) from error
+        return handled.outcome
 
     async def _wait(
         self, message: WorkMessage, headers: WorkHeaders, then: Callable[[], Awaitable[Handled]]
@@ -253,6 +255,10 @@ class Stage(Generic[T]):
 
     def _left_s(self, headers: WorkHeaders) -> float:
         return (headers.deadline_unix_ms - self._ctx.bus.now_unix_ms()) / 1000
+
+    async def _publish_all(self, handled: Handled, headers: WorkHeaders) -> None:
+        for outgoing in handled.publish:
+            await self._publish(outgoing, headers)
 
     async def _publish(self, outgoing: Outgoing, headers: WorkHeaders) -> None:
         """Store one message that comes next; returns when the broker has it."""

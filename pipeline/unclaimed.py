@@ -1,8 +1,9 @@
 """Requests that wait for a worker though nobody waits for them any more.
 
 A request that no worker has claimed has no entry on its chain, and so none in the ledger: what
-tells of it is its task in the queue. Once per resume window the prefill queues are read through,
-without taking anything from them:
+tells of it is its task in the queue, or that it waits in this very process for its turn. Once per
+resume window the prefill queues are read through, without taking anything from them, and those that
+wait here are looked at:
 
     its bridge is silent for the window, and no other adopted it   Cancelled on the chain
     past its deadline                                              Expired on the chain
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from infra.bus import Bus, StoredMessage, drop, peek
@@ -26,6 +28,7 @@ from schemas.codec import decode, tag_of
 from schemas.errors import MeshError, SchemaError
 from schemas.headers import WorkHeaders
 from schemas.prefill import PrefillTask
+from schemas.requests import RequestRecord
 from schemas.tokens import Cancelled, Expired
 
 
@@ -43,9 +46,19 @@ class Unclaimed:
 
     Args:
         attendance: who reads what; filled by whoever hears beats and adoptions.
+        waiting: the requests that wait in this process.
     """
 
-    def __init__(self, bus: Bus, chain: ClaimChain, attendance: Attendance, log: Logger) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        chain: ClaimChain,
+        attendance: Attendance,
+        log: Logger,
+        *,
+        waiting: Callable[[], Iterable[RequestRecord]] = lambda: (),
+    ) -> None:
+        self._here = waiting
         self._bus = bus
         self._chain = chain
         self._attendance = attendance
@@ -72,14 +85,21 @@ class Unclaimed:
             entry = None if waiting is None else self._end_of(waiting)
             if waiting is None or entry is None:
                 continue
-            await self._chain.end(waiting.reader, entry)
+            await self._end(waiting, entry)
             await drop(self._bus, message.seq)
             num_ended += 1
-            facts = {"request_id": waiting.request_id, "reader": waiting.reader}
-            self._log.warning("waiting_request_ended", how=tag_of(type(entry)), **facts)
+        for record in list(self._here()):
+            if (entry := self._end_of(record)) is not None:
+                await self._end(record, entry)  # whoever let it wait hears that
+                num_ended += 1
         return num_ended
 
-    def _end_of(self, waiting: Waiting) -> Cancelled | Expired | None:
+    async def _end(self, waiting: Waiting | RequestRecord, entry: Cancelled | Expired) -> None:
+        await self._chain.end(waiting.reader, entry)
+        facts = {"request_id": waiting.request_id, "reader": waiting.reader}
+        self._log.warning("waiting_request_ended", how=tag_of(type(entry)), **facts)
+
+    def _end_of(self, waiting: Waiting | RequestRecord) -> Cancelled | Expired | None:
         if waiting.deadline_unix_ms <= self._bus.now_unix_ms():
             return Expired(request_id=waiting.request_id)
         if self._attendance.abandoned([waiting], time.monotonic()):

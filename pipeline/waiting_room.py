@@ -5,6 +5,7 @@ is open (``pipeline/openings.py``) and the compute budget, if it told the reques
 for it. While the first may not go, nobody behind it does: what it waits for would else be used up
 by those who need less of it.
 
+    enter      it goes at once, if nobody waits and there is room
     push       it waits
     next_ready whose turn it is, once there is room; None: nobody's now
     leave      it is not to be served any more
@@ -91,14 +92,13 @@ class WaitingRoom:
         self._blocked_s.pop(ticket.served, None)  # another may be the first now
 
     def enter(self, ticket: Ticket, now_s: float) -> bool:
-        """Let ``ticket`` go at once, when nobody waits and there is room; else it waits.
+        """Let ``ticket`` go at once, when nobody waits and there is room.
 
-        Raises:
-            ValueError: its request waits already.
+        Returns:
+            Whether it went; else it has to be pushed.
         """
         queue = self.queue(ticket.served)
         if len(queue) or not self.openings.is_open(ticket.served, now_s):
-            self.push(ticket, now_s)
             return False
         queue.charge(ticket)
         self._let_go(ticket)

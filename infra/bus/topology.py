@@ -31,6 +31,8 @@ _MIB, _GIB = 1 << 20, 1 << 30
 _NO_STREAM = 10059
 _IDLE_CONSUMER_S = 600.0  # a worker's consumer that nobody pulls on or reaps
 _MAX_NAME = 128
+_MAX_IN_WORK = 1024  # messages of one queue that are delivered and not acked
+_MAX_WAITING = 65_536  # requests that admission lets wait, of all models and in all processes
 MAX_QUEUED = 4096  # messages per subject, unless configured otherwise
 
 log = structlog.get_logger("bus")
@@ -198,8 +200,14 @@ def any_consumer(stage: str, served: str, times: Times) -> ConsumerConfig:
 
 
 def admission_consumer(times: Times) -> ConsumerConfig:
-    """All requests, shared by the admission processes."""
-    return _work_consumer("admission", f"{subjects.ROOT}.admission.>", ack_wait=times.ack_wait_s)
+    """All requests, shared by the admission processes. Those that wait for a worker are un-acked
+    meanwhile."""
+    return _work_consumer(
+        "admission",
+        f"{subjects.ROOT}.admission.>",
+        ack_wait=times.ack_wait_s,
+        max_ack_pending=_MAX_WAITING,
+    )
 
 
 def kv_ready_consumer(times: Times) -> ConsumerConfig:
@@ -227,13 +235,13 @@ def _stage_subject(stage: str, served: str, worker: str) -> str:
 
 def _work_consumer(name: str, subject: str, **settings: Any) -> ConsumerConfig:
     legal = _legal_name(name)
+    settings.setdefault("max_ack_pending", _MAX_IN_WORK)
     return ConsumerConfig(
         name=legal,
         durable_name=legal,
         filter_subject=subject,
         ack_policy="explicit",  # type: ignore[arg-type]
         max_deliver=-1,  # attempts are counted in our own header
-        max_ack_pending=1024,
         mem_storage=True,
         **settings,
     )

@@ -47,7 +47,7 @@ def placing(
         fleet,
         prefixes,
         outlook or outlook_of(fleet),
-        clock=lambda: NOW_S,
+        clock=more.pop("clock", lambda: NOW_S),
         rng=random.Random(seed),
         **more,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -24,12 +25,19 @@ from infra.bus import (
 from infra.times import Times
 from pipeline.admission import Admission
 from pipeline.backlog import Backlog
+from pipeline.budget import Budget
+from pipeline.door_meter import DoorMeter
+from pipeline.doorkeeper import Doorkeeper
 from pipeline.fleet import Fleet
+from pipeline.outlook import Outlook
+from pipeline.policy import FixedPolicies
+from pipeline.prompt_reader import PromptReader
 from pipeline.registry import Registry
 from pipeline.stage import Stage, StageContext
 from pipeline.tokenizing import ChatTokenizer
 from schemas import subjects
 from schemas.codec import encode, unpack_ids
+from schemas.control import Beat
 from schemas.headers import WorkHeaders
 from schemas.models import ModelCard
 from schemas.requests import (
@@ -90,6 +98,14 @@ class Door:
     fleet: Fleet
     tokenizer: ChatTokenizer
     until: Until
+    gate: Doorkeeper
+    outlook: Outlook
+
+    def hear(self, beat: Beat) -> None:
+        """A worker's heartbeat, as everybody in a control process hears it."""
+        self.fleet.hear(beat, time.monotonic())
+        self.outlook.hear_beat(beat, time.monotonic())
+        self.gate.hear_beat()
 
     async def publish(self, request: InferenceRequest | bytes, subject: str = SUBJECT) -> None:
         """As any NATS client would: the body, no headers."""
@@ -120,6 +136,21 @@ class Door:
         return found[1]
 
 
+def admission_of(
+    ctx: StageContext, registry: Registry, fleet: Fleet, limit: int = LIMIT
+) -> tuple[Admission, Doorkeeper, Outlook]:
+    """Admission for the workers of ``fleet``, who lets requests go to them, and by what."""
+    outlook, policies = Outlook(fleet, beat_s=60.0), FixedPolicies()
+    placement = placing(fleet, outlook=outlook, clock=time.monotonic)
+    door = Doorkeeper(
+        fleet, outlook, Budget(fleet, outlook, policies), placement, None, DoorMeter(ctx.metrics)
+    )
+    backlog = Backlog(ctx.bus, limit, door.room.num_waiting)
+    reader = PromptReader(fleet.max_sequence_tokens)
+    admission = Admission(ctx, registry, reader, backlog=backlog, door=door, policies=policies)
+    return admission, door, outlook
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def door(
     tmp_path_factory: pytest.TempPathFactory, times: Times, until: Until
@@ -139,8 +170,7 @@ async def door(
         registry = Registry(bus)
         await registry.start()
         await registry.register(card_of(folder))
-        backlog = Backlog(bus, LIMIT)
-        admission = Admission(ctx, registry, placing(fleet), backlog)
+        admission, gate, outlook = admission_of(ctx, registry, fleet)
         stage = Stage(
             ctx,
             "admission",
@@ -151,7 +181,7 @@ async def door(
             when_full=admission.when_full,
         )
         await stack.enter_async_context(running(stage))
-        yield Door(bus, ctx, ear, lines, fleet, ChatTokenizer(folder), until)
+        yield Door(bus, ctx, ear, lines, fleet, ChatTokenizer(folder), until, gate, outlook)
 
 
 def ask(request_id: str, **fields: Any) -> InferenceRequest:
@@ -327,14 +357,14 @@ async def test_an_echo_is_the_prompts_text(door: Door) -> None:
 
 async def test_the_least_loaded_worker_is_named(door: Door) -> None:
     """With a choice of workers the task goes to the queue of one, by name."""
-    door.fleet.hear(beat("w-1", num_free_slots=4, num_running=2), 0.0)
-    door.fleet.hear(beat("w-2", num_free_slots=4), 0.0)
+    door.hear(beat("w-1", num_free_slots=64, num_running=2))
+    door.hear(beat("w-2", num_free_slots=64))
     request_id = new_id()
     await door.admitted(ask(request_id), request_id)
     ((subject, _),) = door.ear.prefill_tasks(request_id)
     assert subject == subjects.prefill(SERVED, "w-2")
     for worker in ("w-1", "w-2"):
-        door.fleet.hear(beat(worker, state="gone"), 0.0)
+        door.hear(beat(worker, state="gone"))
 
 
 # What comes twice ----------------------------------------------------------------------------
@@ -560,8 +590,8 @@ async def test_past_its_deadline_a_request_does_not_enter(door: Door) -> None:
 async def test_a_full_queue_refuses_at_once(door: Door) -> None:
     """The client hears 429 and nothing before it: no Accepted that would not hold."""
     worker = "w-full"
-    door.fleet.hear(beat(worker, num_free_slots=4), 0.0)
-    door.fleet.hear(beat("w-other", num_free_slots=4, num_running=3), 0.0)
+    door.hear(beat(worker, num_free_slots=64))
+    door.hear(beat("w-other", num_free_slots=61, num_running=3))
     await send(door.bus, subjects.prefill(SERVED, worker), prefill_task(new_id()))
     await ensure_topology(door.bus, Limits(queue_msgs=1))
     try:
@@ -575,7 +605,7 @@ async def test_a_full_queue_refuses_at_once(door: Door) -> None:
     finally:
         await ensure_topology(door.bus, Limits())
         for one in (worker, "w-other"):
-            door.fleet.hear(beat(one, state="gone"), 0.0)
+            door.hear(beat(one, state="gone"))
     assert subjects.prefill(SERVED, worker) in await waiting_work(door.bus)
 
 
@@ -586,9 +616,9 @@ async def test_an_answer_is_as_long_as_the_workers_can_hold(door: Door) -> None:
     """The smallest live worker of the model counts; one that drains, or says nothing, does not."""
     held = {"w-big": 96, "w-small": 64, "w-mute": 0}
     for worker, tokens in held.items():
-        door.fleet.hear(msgspec.structs.replace(beat(worker), max_sequence_tokens=tokens), 0.0)
+        door.hear(msgspec.structs.replace(beat(worker), max_sequence_tokens=tokens))
     leaving = msgspec.structs.replace(beat("w-leaving", state="draining"), max_sequence_tokens=16)
-    door.fleet.hear(leaving, 0.0)
+    door.hear(leaving)
     try:
         request_id = new_id()
         accepted = await door.admitted(ask(request_id), request_id)
@@ -604,7 +634,7 @@ async def test_an_answer_is_as_long_as_the_workers_can_hold(door: Door) -> None:
         assert (end.error.code, end.error.param) == ("context_length_exceeded", "prompt")
     finally:
         for worker in (*held, "w-leaving"):
-            door.fleet.hear(beat(worker, state="gone"), 0.0)
+            door.hear(beat(worker, state="gone"))
     request_id = new_id()
     accepted = await door.admitted(ask(request_id), request_id)
     assert accepted.max_tokens == CONTEXT - accepted.prompt_tokens, "no worker: the context counts"
@@ -615,7 +645,7 @@ async def test_what_was_admitted_is_not_refused_later(door: Door) -> None:
     request_id = new_id()
     await door.admitted(ask(request_id), request_id)
     small = msgspec.structs.replace(beat("w-tiny"), max_sequence_tokens=1)
-    door.fleet.hear(small, 0.0)
+    door.hear(small)
     try:
         num_repeated = door.lines.outcomes("admission").count("repeated")
         await door.publish(ask(request_id))
@@ -624,4 +654,4 @@ async def test_what_was_admitted_is_not_refused_later(door: Door) -> None:
         )
         assert door.ear.end(READER, request_id) is None
     finally:
-        door.fleet.hear(beat("w-tiny", state="gone"), 0.0)
+        door.hear(beat("w-tiny", state="gone"))

@@ -76,6 +76,16 @@ def ticket(request_id: str, tenant: str = "a", *, num: int = 100, served: str = 
     )
 
 
+def arrive(room: WaitingRoom, *tickets: Ticket) -> list[bool]:
+    """Who goes at once; the others wait."""
+    went = []
+    for one in tickets:
+        went.append(room.enter(one, NOW_S))
+        if not went[-1]:
+            room.push(one, NOW_S)
+    return went
+
+
 def let_go(room: WaitingRoom, now_s: float = NOW_S) -> list[str]:
     found = []
     while (one := room.next_ready(now_s)) is not None:
@@ -180,11 +190,11 @@ def test_who_finds_room_and_nobody_waiting_goes_at_once() -> None:
     """Whoever comes later does not overtake those that wait."""
     told = Told({"w1": 1000.0})
     room = WaitingRoom(fleet_of("w1"), told)
-    assert not room.enter(ticket("first"), NOW_S)
+    assert arrive(room, ticket("first")) == [False]
     told.wait_ms["w1"] = 0.0
-    assert not room.enter(ticket("second"), NOW_S)
+    assert arrive(room, ticket("second")) == [False]
     assert let_go(room) == ["first", "second"]
-    assert room.enter(ticket("third"), NOW_S)
+    assert arrive(room, ticket("third")) == [True]
     assert room.num_waiting(SERVED) == len(room) == 0
 
 
@@ -192,8 +202,7 @@ def test_no_more_go_than_there_is_room_for() -> None:
     """Those let go in the same moment count before any worker tells of them."""
     told = Told({"w1": AHEAD_MS + 1})
     room = WaitingRoom(fleet_of("w1"), told)
-    for i in range(20):
-        assert not room.enter(ticket(f"r{i}", num=80), NOW_S)
+    assert not any(arrive(room, *(ticket(f"r{i}", num=80) for i in range(20))))
     told.wait_ms["w1"] = 0.0
     assert let_go(room) == ["r0", "r1", "r2"]  # 100 ms each, and up to the horizon is ahead
     assert room.num_waiting(SERVED) == 17

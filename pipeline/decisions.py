@@ -1,0 +1,106 @@
+"""What decides in a control process, put together, and what it is told.
+
+    beats, claims, ends, placements ──> index, outlook, budget, backlog, door
+                                         │
+              admission, router <── placement, budget, waiting room
+
+Who hears first matters: a prediction is made of what the fleet and the outlook know, so the door,
+which lets requests go, is told last.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+
+from infra.config import ControlConfig
+from infra.process import RoleContext
+from pipeline.backlog import Backlog
+from pipeline.budget import Budget
+from pipeline.door_meter import DoorMeter
+from pipeline.doorkeeper import Doorkeeper
+from pipeline.fleet import Fleet
+from pipeline.index_feed import IndexFeed
+from pipeline.outlook import Outlook
+from pipeline.placed_feed import PlacedFeed
+from pipeline.placement import RouteSettings, make_placement
+from pipeline.policy import Policies
+from pipeline.prefixes import Prefixes
+from pipeline.radix_index import RadixIndex
+from schemas.control import Beat, Placed
+from schemas.tokens import ChainEntry, Claim, StreamEnd
+
+
+class Decisions:
+    """Fleet, predictions and whoever decides by them."""
+
+    def __init__(self, ctx: RoleContext, config: ControlConfig, policies: Policies) -> None:
+        bus = ctx.bus
+        self.fleet = Fleet(bus.times.dead_s, time.monotonic())
+        index = RadixIndex(config.kv_index_blocks)
+        self.index_feed = IndexFeed(bus, index, self.fleet, ctx.metrics, ctx.log)
+        self.outlook = Outlook(self.fleet, beat_s=bus.times.beat_s)
+        self.placed_feed = PlacedFeed(bus, self._hear_placed, ctx.process, ctx.log)
+        self.policies = policies
+        self.budget = Budget(self.fleet, self.outlook, policies)
+        prefixes = Prefixes(index, self.fleet, ctx.metrics)
+        settings = RouteSettings.of(config)
+        self.placement = make_placement(
+            settings.policy,
+            self.fleet,
+            prefixes,
+            self.outlook,
+            clock=time.monotonic,
+            rng=random.Random(),
+            settings=settings,
+            process=ctx.process,
+            on_placed=self.placed_feed.say,
+            on_decision=lambda role, reason: ctx.metrics.placements.labels(role, reason).inc(),
+        )
+        self.door = Doorkeeper(
+            self.fleet,
+            self.outlook,
+            self.budget,
+            self.placement,
+            prefixes,
+            DoorMeter(ctx.metrics),
+            ahead_ms=config.ahead_ms,
+            aging_s=config.aging_s,
+        )
+        self.backlog = Backlog(bus, config.max_queued_requests, self.door.room.num_waiting)
+
+    def hear_beat(self, beat: Beat) -> None:
+        """A heartbeat, after the fleet has heard it."""
+        self.index_feed.hear_beat(beat)
+        self.outlook.hear_beat(beat, time.monotonic())
+        if beat.worker:
+            self.door.hear_beat()
+
+    def hear_claim(self, claim: Claim) -> None:
+        """A worker has just claimed a request."""
+        now_s = time.monotonic()
+        self.backlog.note_claim(claim)
+        self.outlook.hear_claim(claim, now_s)
+        self.budget.hear_claim(claim, now_s)
+        self.door.hear_claim(claim)
+
+    def hear_end(self, request_id: str, num_tokens: int | None) -> None:
+        """A request has just ended; ``num_tokens`` of all its choices, None when it was cut off."""
+        self.outlook.hear_end(request_id, num_tokens, time.monotonic())
+        self.budget.settle(request_id)
+        self.door.hear_end(request_id, num_tokens)
+
+    def hear_stored(self, entry: ChainEntry) -> None:
+        """The last entry of a chain was read again, for it may have been missed: who holds what,
+        and who need not wait any more."""
+        if isinstance(entry, Claim):
+            self.door.hear_claim(entry)
+            return
+        num_tokens = sum(entry.num_tokens) if isinstance(entry, StreamEnd) else None
+        self.hear_end(entry.request_id, num_tokens)
+
+    def _hear_placed(self, placed: Placed, now_s: float) -> None:
+        """Another control process has placed a request."""
+        self.outlook.hear_placed(placed, now_s)
+        self.budget.hear_placed(placed, now_s)
+        self.door.hear_placed(placed)
