@@ -91,6 +91,8 @@ class Metrics:
             "uncached prompt tokens, and 2 for each token expected", ["tenant"], registry=registry,
         )  # fmt: skip
 
+        self._make_budget(registry)
+
         # Stages
         self.stage_handled = Counter(
             "mesh_stage_handled_total", "Work messages by stage and outcome",
@@ -152,6 +154,22 @@ class Metrics:
         self.bus_reconnects = Counter(
             "mesh_bus_reconnects_total", "Times the connection to the broker came back",
             registry=registry,
+        )  # fmt: skip
+
+    def _make_budget(self, registry: CollectorRegistry) -> None:
+        self.budget_seconds = Gauge(
+            "mesh_budget_seconds", "Device time of a model's workers, prefill and decode, as this "
+            "control process sees it: used, and available within the times of the default class",
+            ["model", "kind", "what"], registry=registry,
+        )  # fmt: skip
+        self.predicted_ttft_seconds = Histogram(
+            "mesh_predicted_ttft_seconds", "Time to the first token as predicted at admission",
+            registry=registry, buckets=_SECONDS,
+        )  # fmt: skip
+        self.over_budget = Counter(
+            "mesh_over_budget_requests_total", "Requests over their model's compute budget, by what became "
+            "of them (wait, clamp, fallback, refuse) and by what was short (ttft, tbt, decode, kv)",
+            ["verdict", "shortage"], registry=registry,
         )  # fmt: skip
 
     def _make_kv(self, registry: CollectorRegistry) -> None:

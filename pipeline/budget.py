@@ -17,6 +17,8 @@ costs; without either nothing is over budget, and only the queue's bound refuses
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from functools import partial
 
 from pipeline.budget_books import Books, Charge
@@ -26,7 +28,7 @@ from pipeline.fleet import Fleet
 from pipeline.forecast import Forecast
 from pipeline.gates import GateKey, Gates
 from pipeline.policy import Policies, Policy
-from pipeline.pool_load import prefill_room
+from pipeline.pool_load import decode_capacity_ms, prefill_room
 from pipeline.verdict import Admit, Ask, Shortage, Verdict
 from schemas import subjects
 from schemas.control import Placed
@@ -44,6 +46,7 @@ class Budget:
         policies: asked with every request, so it may change at any time.
         early_rejection: for which moment the decode load is judged: when the request's prefill
             will be done, or now; ``off``: nothing is ever over budget.
+        on_verdict: called with each verdict.
     """
 
     def __init__(
@@ -53,11 +56,13 @@ class Budget:
         policies: Policies,
         *,
         early_rejection: EarlyRejection = "predicted",
+        on_verdict: Callable[[Ask, Verdict], None] = lambda ask, verdict: None,
     ) -> None:
         self._fleet = fleet
         self._forecast = forecast
         self._policies = policies
         self._mode = early_rejection
+        self._on_verdict = on_verdict
         self._books = Books()
         self._gates = Gates()
 
@@ -74,6 +79,11 @@ class Budget:
         One that is charged already is admitted. For one that has waited the TTFT target counts
         from now: its policy lets it wait.
         """
+        verdict = self._verdict(ask)
+        self._on_verdict(ask, verdict)
+        return verdict
+
+    def _verdict(self, ask: Ask) -> Verdict:
         policy = self._policies.of(_model(ask.served))
         case = self._case(ask, policy)
         has_target = ask.slo.ttft_ms or ask.slo.tbt_ms
@@ -124,6 +134,35 @@ class Budget:
         beats = self._fleet.workers(ask.served, "prefill")
         room = prefill_room(beats, self._forecast, ask, ahead)
         return Case(ask=ask, pool=pool, prefill=room)
+
+    def used(self, served: str, now_s: float) -> dict[str, tuple[float, float]]:
+        """Of prefill and decode: device time that is used, and all that there is while the times
+        of the model's default class are kept (infinite where it promises none), in milliseconds."""
+        policy = self._policies.of(_model(served))
+        slo = policy.default_slo
+        waits = [
+            wait
+            for beat in self._fleet.workers(served, "prefill")
+            if (wait := self._forecast.prefill_wait_ms(beat, now_s)) is not None
+            and math.isfinite(wait)
+        ]
+        costs = [
+            costs
+            for beat in self._fleet.workers(served, "decode")
+            if (costs := self._forecast.costs(beat)) is not None
+        ]
+        horizon_ms = max(policy.horizon_s * 1000, slo.ttft_ms)
+        step_ms = slo.tbt_ms or horizon_ms
+        return {
+            "prefill": (
+                sum(waits) + self._books.queued_ms(served),
+                len(waits) * slo.ttft_ms or math.inf,
+            ),
+            "decode": (
+                self._books.decode_ms(served, now_s, step_ms),
+                decode_capacity_ms(costs, slo.tbt_ms, horizon_ms),
+            ),
+        }
 
     # The books --------------------------------------------------------------------------------
 

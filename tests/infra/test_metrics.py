@@ -13,8 +13,12 @@ from infra.metrics import Metrics
 _UNITS = ("seconds", "bytes", "tokens", "requests", "messages", "blocks", "sequences", "leases",
           "workers", "letters", "takeovers", "handled", "generated", "computed", "cached",
           "admitted", "refused", "ended", "resent", "reconnects", "fetches", "lends", "changes",
-          "gaps", "snapshots", "evicted", "lookups")  # fmt: skip
-_LABELS = {"code", "outcome", "source", "stage", "state", "role", "tier", "transport", "what"}
+          "gaps", "snapshots", "evicted", "lookups", "placements", "ratio")  # fmt: skip
+_LABELS = {
+    "code", "outcome", "source", "stage", "state", "role", "tier", "transport", "what", "kind",
+    "reason", "verdict", "shortage",
+    "model", "tenant", "priority",  # bounded: as many as are served; the first so many; classes
+}  # fmt: skip
 
 
 def families() -> list[Metric]:
