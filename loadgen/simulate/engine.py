@@ -316,17 +316,18 @@ class VirtualEngine:
             self.batch.join(sequence)
 
     def _register(self, sequence: Sequence) -> None:
-        """Make findable what is complete of its prompt."""
-        size, per_piece = self.spec.block_size, self.spec.blocks_per_piece
-        num_full = min(sequence.num_computed, sequence.num_prompt) // size
-        is_whole = sequence.num_computed >= sequence.num_prompt
+        """Make findable what there is of its prompt."""
+        per_piece = self.spec.blocks_per_piece
+        num_full = min(sequence.num_computed, sequence.num_prompt) // self.spec.block_size
         while sequence.num_registered < len(sequence.pieces):
-            num = min(per_piece, num_full - sequence.num_registered * per_piece)
-            if num <= 0 or (num < per_piece and not is_whole):
-                return
             at = sequence.num_registered
+            num = min(per_piece, num_full - at * per_piece)
+            if num <= 0:
+                return
             parent = sequence.pieces[at - 1] if at else b""
             self._share(sequence, sequence.pieces[at], parent, num)
+            if num < per_piece:
+                return  # the rest of it comes with a later chunk, or with nobody
             sequence.num_registered += 1
 
     def _keep_answer(self, sequence: Sequence) -> None:
@@ -343,11 +344,14 @@ class VirtualEngine:
             num_left -= per_piece
 
     def _share(self, sequence: Sequence, piece: bytes, parent: bytes, num_blocks: int) -> None:
-        extent, moved = self.pool.register(piece, parent, num_blocks)
-        if extent is not None:
-            sequence.extents.append(extent)
-            sequence.num_private -= moved
-            sequence.num_shared += moved
+        last = sequence.extents[-1] if sequence.extents else None
+        if last is not None and last.name == piece:
+            moved = self.pool.grow(last, parent, num_blocks)
+        else:
+            extent, moved = self.pool.register(piece, parent, num_blocks)
+            sequence.extents += [extent] if extent is not None else []
+        sequence.num_private -= moved
+        sequence.num_shared += moved
 
     # ---- giving up blocks ----------------------------------------------------------------
 

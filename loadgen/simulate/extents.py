@@ -121,10 +121,16 @@ class ExtentPool:
             extent.references = 1
         else:
             self._acquire(extent)
+        return extent, self.grow(extent, parent, num_blocks)
+
+    def grow(self, extent: Extent, parent: bytes, num_blocks: int) -> int:
+        """Private blocks of somebody who refers to ``extent`` make it longer; how many."""
         moved = num_blocks - extent.num_blocks
+        if moved <= 0:
+            return 0
         extent.num_blocks = num_blocks
-        self.on_stored(name, parent, num_blocks)
-        return extent, moved
+        self.on_stored(extent.name, parent, num_blocks)
+        return moved
 
     def release(self, extents: Iterable[Extent]) -> None:
         """One reference less to each, those at the end of the prompt first."""
