@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infra.parse import choice, path
+from infra.room_config import RoomConfig
 from infra.settings import setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BudgetConfig:
-    """A part of :class:`infra.config.ControlConfig`."""
+class BudgetConfig(RoomConfig):
+    """A part of :class:`infra.config.ControlConfig`, and those of waiting room and router."""
 
     policies: Path | None = setting(
         None, path, "TOML file of SLO classes and of what each model does over budget; read again "

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from infra.access_config import AccessConfig
+from infra.budget_config import BudgetConfig
 from infra.bus.topology import MAX_QUEUED, Limits
 from infra.mesh_file import read_mesh_file
 from infra.parse import (
@@ -35,7 +36,6 @@ from infra.parse import (
     text,
     whole,
 )
-from infra.room_config import RoomConfig
 from infra.settings import SHARED_TABLE, Sources, load, setting
 from infra.transport.plan import CHOICES, TransportPlan, plan_transports
 from schemas.errors import ConfigError
@@ -122,7 +122,7 @@ def read_bus_env(file: Path) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ControlConfig(RoomConfig):
+class ControlConfig(BudgetConfig):
     """The control process: admission and router."""
 
     table: ClassVar[str] = "control"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from infra.log import Logger
 from infra.metrics import Metrics
@@ -46,17 +46,18 @@ class BudgetMeter:
             **_facts(ask, verdict),
         )
 
-    def show(self, budget: Budget, served: Collection[str], now_s: float) -> None:
-        """How much of the budgets of the pools ``served`` is used, of how much; at most once in
-        ``SHOW_S``, so it may be called with every beat."""
+    def show(self, budget: Budget, pools: Callable[[], Collection[str]], now_s: float) -> None:
+        """How much of the budgets of ``pools`` is used, of how much; at most once in ``SHOW_S``,
+        so it may be called with every beat."""
         if now_s - self._shown_s < SHOW_S:
             return
         self._shown_s = now_s
-        for pool in self._shown - set(served):
+        served = set(pools())
+        for pool in sorted(self._shown - served):
             self._set(pool, dict.fromkeys(("prefill", "decode"), (0.0, 0.0)))
-        for pool in served:
+        for pool in sorted(served):
             self._set(pool, budget.used(pool, now_s))
-        self._shown = set(served)
+        self._shown = served
 
     def _set(self, served: str, budgets: Mapping[str, tuple[float, float]]) -> None:
         model, _ = subjects.split_served(served)

@@ -18,7 +18,7 @@ from infra.task_scope import task_scope
 from pipeline.admission import Admission
 from pipeline.claim_chain import ClaimChain
 from pipeline.decisions import Decisions
-from pipeline.policy import FixedPolicies
+from pipeline.policies import PolicyFile
 from pipeline.prompt_reader import PromptReader
 from pipeline.registry import Registry
 from pipeline.router import Router
@@ -40,15 +40,20 @@ async def serve_control(ctx: RoleContext, config: ControlConfig) -> None:
 
     Raises:
         ModelUnsupported: a model folder can't be served.
+        ConfigError: the policy file can't be used.
     """
     bus = ctx.bus
     stage_ctx = StageContext(
         bus=bus, chain=ClaimChain(bus), metrics=ctx.metrics, log=ctx.log, process=ctx.process
     )
-    decisions = Decisions(ctx, config, FixedPolicies())
     registry = Registry(bus)
-    reader = PromptReader(decisions.placement.max_sequence_tokens)
     await registry.start()
+    own = {source.name for source in config.models}
+    policies = PolicyFile(
+        config.policies, ctx.log, models=lambda: own | {card.name for card in registry.cards()}
+    )
+    decisions = Decisions(ctx, config, policies)
+    reader = PromptReader(decisions.placement.max_sequence_tokens)
     for source in config.models:
         await _register(registry, reader, source.name, Path(source.source))
     admission = Admission(
@@ -97,6 +102,8 @@ async def serve_control(ctx: RoleContext, config: ControlConfig) -> None:
         tasks.create_task(questions.run(), name="tokenize")
         tasks.create_task(decisions.index_feed.run(), name="kv index")
         tasks.create_task(decisions.placed_feed.run(), name="placed")
+        if config.policies is not None:
+            tasks.create_task(policies.run(bus.times.beat_s), name="policies")
         tasks.create_task(takeover.run(), name="take-over")
         tasks.create_task(registry.run(), name="registry")
         tasks.create_task(unclaimed.run(), name="unclaimed")

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import random
 import time
+from typing import cast
 
 from infra.config import ControlConfig
 from infra.process import RoleContext
 from pipeline.backlog import Backlog
 from pipeline.budget import Budget
+from pipeline.budget_case import EarlyRejection
+from pipeline.budget_meter import BudgetMeter
 from pipeline.door_meter import DoorMeter
 from pipeline.doorkeeper import Doorkeeper
 from pipeline.fleet import Fleet
@@ -42,7 +45,14 @@ class Decisions:
         self.outlook = Outlook(self.fleet, beat_s=bus.times.beat_s)
         self.placed_feed = PlacedFeed(bus, self._hear_placed, ctx.process, ctx.log)
         self.policies = policies
-        self.budget = Budget(self.fleet, self.outlook, policies)
+        self._meter = BudgetMeter(ctx.metrics, ctx.log)
+        self.budget = Budget(
+            self.fleet,
+            self.outlook,
+            policies,
+            early_rejection=cast("EarlyRejection", config.early_rejection),
+            on_verdict=self._meter.judged,
+        )
         prefixes = Prefixes(index, self.fleet, ctx.metrics)
         settings = RouteSettings.of(config)
         self.placement = make_placement(
@@ -72,9 +82,14 @@ class Decisions:
     def hear_beat(self, beat: Beat) -> None:
         """A heartbeat, after the fleet has heard it."""
         self.index_feed.hear_beat(beat)
-        self.outlook.hear_beat(beat, time.monotonic())
+        now_s = time.monotonic()
+        self.outlook.hear_beat(beat, now_s)
         if beat.worker:
             self.door.hear_beat()
+        self._meter.show(self.budget, self._pools, now_s)
+
+    def _pools(self) -> set[str]:
+        return {member.served for member in self.fleet.members() if member.worker}
 
     def hear_claim(self, claim: Claim) -> None:
         """A worker has just claimed a request."""

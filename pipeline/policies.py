@@ -207,7 +207,7 @@ class PolicyFile:
         """See :class:`pipeline.policy.Policies`."""
         return self._policies.of(model)
 
-    async def run(self, every_s: float = 1.0) -> None:
+    async def run(self, every_s: float) -> None:
         """Look for changes of the file. For ever."""
         while True:
             await asyncio.sleep(every_s)

@@ -7,13 +7,15 @@ import asyncio
 import typer
 
 from infra.commands.keys import check_key_file
-from infra.config import BridgeConfig, UpConfig, WorkerConfig
+from infra.commands.policies import check_policy_file
+from infra.config import BridgeConfig, ControlConfig, UpConfig, WorkerConfig
 from infra.failure import EXIT_INTERRUPTED, first_mesh_error, report
 from infra.options import takes
 from schemas.errors import MeshError
 
 ALSO = {
     BridgeConfig: ("host", "port", "tls_cert", "tls_key", "cors_origins", "api_keys", "auth"),
+    ControlConfig: ("policies",),
     WorkerConfig: (
         "engine",
         "device",
@@ -42,6 +44,7 @@ def up(config: UpConfig) -> None:
     from infra.supervisor import run_up
 
     check_key_file(config.bridge)
+    check_policy_file(config.control.policies, [model.name for model in config.models])
     try:
         run_up(config)
     except asyncio.CancelledError as error:

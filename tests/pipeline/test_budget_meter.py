@@ -47,7 +47,7 @@ def test_budgets_are_shown() -> None:
     meter = BudgetMeter(metrics, make_logger("test"))
     house = House(prefiller("p1"), prefiller("p2"), decoder())
     house.admit(ask("r", num_prompt=500, max_tokens=100))
-    meter.show(house.budget, [SERVED], 0.0)
+    meter.show(house.budget, lambda: [SERVED], 0.0)
 
     def shown(kind: str, what: str) -> float | None:
         return value(metrics, "mesh_budget_seconds", model="tiny", kind=kind, what=what)
@@ -55,11 +55,11 @@ def test_budgets_are_shown() -> None:
     assert (shown("prefill", "used"), shown("prefill", "available")) == (0.5, 4.0)
     assert (shown("decode", "used"), shown("decode", "available")) == (0.1, 0.8 * 30)
     house.budget.settle("r")
-    meter.show(house.budget, [SERVED], SHOW_S / 2)
+    meter.show(house.budget, lambda: [SERVED], SHOW_S / 2)
     assert shown("prefill", "used") == 0.5, "not with every beat"
-    meter.show(house.budget, [SERVED], SHOW_S)
+    meter.show(house.budget, lambda: [SERVED], SHOW_S)
     assert shown("prefill", "used") == shown("decode", "used") == 0.0
-    meter.show(house.budget, [], 2 * SHOW_S)
+    meter.show(house.budget, list, 2 * SHOW_S)
     assert shown("prefill", "available") == 0.0
 
 
