@@ -6,6 +6,7 @@
     hop     how long a message takes from stage to stage, without load
     serve   answers of a real engine through the bridge, beside another server
     kv      how blocks move between workers, tiers and turns, section by section
+    route   what placing, admitting and sharing out requests brings, on simulated fleets
     slow    what clients that do not read cost those who do
     idle    what a mesh at rest costs
     stream  what a streamed token costs in CPU, and how fast many streams are
@@ -24,6 +25,7 @@ BENCHES: dict[str, str] = {
     "engine": "loadgen.bench.engine",
     "hop": "loadgen.bench.hop",
     "kv": "loadgen.bench.kv",
+    "route": "loadgen.bench.route",
     "serve": "loadgen.bench.serve",
     "slow": "loadgen.bench.slow",
     "idle": "loadgen.bench.idle",

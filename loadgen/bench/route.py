@@ -1,0 +1,181 @@
+"""``mesh bench route``: what placing, admitting and sharing out requests brings.
+
+Its figures come in sections, each a module with a function ``measure``, imported when it runs::
+
+    def measure(plan: RoutePlan) -> RouteSection: ...
+
+All but ``decision`` and ``real`` are simulated: the fleets and traces of ``loadgen/scenarios``, the
+mesh's own decisions, on virtual time. Such a figure is the mean over traces of several seeds, and
+``<figure>_range`` holds the least and the greatest of them; it does not depend on this machine.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from infra.failure import EXIT_INTERRUPTED, first_mesh_error, report
+from loadgen.bench.result import BenchResult, Figure
+from loadgen.machine import MachineNote, OthersMeter
+from schemas.errors import ConfigError, MeshError
+
+SECTIONS: dict[str, str] = {
+    "reuse": "loadgen.bench.route_reuse",
+    "overload": "loadgen.bench.route_overload",
+    "tenants": "loadgen.bench.route_tenants",
+    "headline": "loadgen.bench.route_headline",
+    "decision": "loadgen.bench.route_decision",
+    "real": "loadgen.bench.route_real",
+}
+ONLY_WHEN_ASKED = frozenset({"real"})  # it runs a real model, for minutes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutePlan:
+    """What all sections are told.
+
+    ``seeds`` is how many traces of a kind are tried, ``length`` the share of a trace's time that
+    is run, ``turns`` how often a thing is measured that is no simulation. ``wants_plots``: a page
+    will be written.
+    """
+
+    seeds: int = 3
+    length: float = 1.0
+    turns: int = 5
+    model: str = "smollm2-135m"
+    wants_plots: bool = False
+
+    def __post_init__(self) -> None:
+        for name, most in (("seeds", 100), ("length", 10), ("turns", 1000)):
+            if not 0 < getattr(self, name) <= most:
+                raise ConfigError(f"{name} is not above 0 and at most {most}", param=name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteSection:
+    """What one section found; ``notes`` say how to read it, ``plots`` are SVG."""
+
+    figures: Mapping[str, Figure]
+    notes: tuple[str, ...] = ()
+    plots: tuple[str, ...] = ()
+
+
+def command(
+    only: Annotated[
+        str,
+        typer.Option(
+            help=f"sections to run, with commas: {', '.join(SECTIONS)}; "
+            f"all but {', '.join(ONLY_WHEN_ASKED)} when not given"
+        ),
+    ] = "",
+    seeds: Annotated[int, typer.Option(help="traces of a kind, each with another seed")] = 3,
+    length: Annotated[float, typer.Option(help="share of a trace's time that is run")] = 1.0,
+    turns: Annotated[int, typer.Option(help="decision, real: how often each is measured")] = 5,
+    model: Annotated[
+        str, typer.Option(help="real: built-in name, folder or .gguf file")
+    ] = "smollm2-135m",
+    html: Annotated[Path | None, typer.Option(help="write a page with plots there")] = None,
+    json: Annotated[bool, typer.Option("--json", help="print JSON only")] = False,
+) -> None:
+    """Try routing, early rejection and fairness on simulated fleets."""
+    machine = MachineNote.now()
+    try:
+        names = section_names(only)
+        plan = RoutePlan(
+            seeds=seeds, length=length, turns=turns, model=model, wants_plots=html is not None
+        )
+        check_page(html)
+        meter = OthersMeter()
+        sections = run_sections(names, plan, _tell)
+        machine = machine.meanwhile(meter.cores())
+    except KeyboardInterrupt:
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    except (MeshError, BaseExceptionGroup) as error:
+        ours = first_mesh_error(error)
+        if ours is None:
+            raise
+        raise typer.Exit(report("mesh bench route", ours)) from error
+    result = make_result(names, plan, sections, machine)
+    if html is not None:
+        from loadgen.bench.route_page import write_page
+
+        write_page(result, [plot for section in sections for plot in section.plots], html)
+    result.show(as_json=json)
+
+
+def make_result(
+    names: Sequence[str], plan: RoutePlan, sections: Sequence[RouteSection], machine: MachineNote
+) -> BenchResult:
+    """Figures and notes of all sections."""
+    settings: dict[str, object] = {
+        "sections": list(names),
+        "seeds": plan.seeds,
+        "length": plan.length,
+        "turns": plan.turns,
+        "model": plan.model,
+    }
+    return BenchResult(
+        bench="route",
+        figures={name: value for section in sections for name, value in section.figures.items()},
+        settings=settings,
+        machine=machine,
+        notes=tuple(dict.fromkeys(note for section in sections for note in section.notes)),
+    )
+
+
+def section_names(only: str) -> tuple[str, ...]:
+    """The sections that ``only`` names with commas between them, in their usual order; when it is
+    empty, all that are not in ``ONLY_WHEN_ASKED``.
+
+    Raises:
+        ConfigError: there is no such section.
+    """
+    wanted = {name.strip() for name in only.split(",")} - {""}
+    unknown = wanted - SECTIONS.keys()
+    if unknown:
+        raise ConfigError(
+            f"there is no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}",
+            param="only",
+        )
+    wanted = wanted or SECTIONS.keys() - ONLY_WHEN_ASKED
+    return tuple(name for name in SECTIONS if name in wanted)
+
+
+def run_sections(
+    names: Sequence[str], plan: RoutePlan, tell: Callable[[str], None]
+) -> tuple[RouteSection, ...]:
+    """One after the other; ``tell`` hears which one begins.
+
+    Raises:
+        MeshError: a section could not be measured.
+    """
+    found = []
+    for name in names:
+        tell(name)
+        found.append(importlib.import_module(SECTIONS[name]).measure(plan))
+    return tuple(found)
+
+
+def check_page(html: Path | None) -> None:
+    """Whether a page can be written there.
+
+    Raises:
+        ConfigError: there is no such folder, or plots can't be drawn here.
+    """
+    if html is None:
+        return
+    if not html.absolute().parent.is_dir():
+        raise ConfigError(f"no folder for {html}", param="html")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("plots need matplotlib: install the extra [report]", param="html")
+
+
+def _tell(name: str) -> None:
+    print(f"measuring {name} …", file=sys.stderr)
