@@ -23,6 +23,7 @@ from infra.bus.topology import MAX_QUEUED, Limits
 from infra.mesh_file import read_mesh_file
 from infra.parse import (
     ModelSource,
+    any_text,
     choice,
     device,
     memory_bytes,
@@ -211,8 +212,8 @@ class WorkerConfig:
         "kv_transports ucx: 127.0.0.1 unless given",
     )  # fmt: skip
     kv_ucx_port: int = setting(0, _PORT, "TCP port at that address; 0: any free one")
-    rack: str = setting("", text, "rack it stands in: KV goes to workers near by, if it can")
-    zone: str = setting("", text, "zone it stands in, of several racks")
+    rack: str = setting("", any_text, "rack it stands in: KV goes to workers near by, if it can")
+    zone: str = setting("", any_text, "zone it stands in, of several racks")
     block_size: int = setting(16, whole(1, 256), "tokens per KV block; equal on all workers")
     max_num_sequences: int = setting(64, whole(1, 4096), "sequences in one running batch")
     max_batch_tokens: int = setting(512, whole(16, 65536), "tokens computed in one step")

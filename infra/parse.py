@@ -104,6 +104,11 @@ def text(raw: object) -> str:
     return raw.strip()
 
 
+def any_text(raw: object) -> str:
+    """Any text; empty: there is none."""
+    return "" if raw == "" else text(raw)
+
+
 def process_name(raw: object) -> str:
     """A name that can stand in a subject and in a file name."""
     if not isinstance(raw, str) or not _NAME.match(raw):
