@@ -23,6 +23,7 @@ COMMANDS = {
     "keys": "infra.commands.keys:keys_app",
     "dead": "infra.commands.dead:dead_app",
     "generate": "infra.commands.generate:generate",
+    "profile": "infra.commands.profile:profile",
     "load": "loadgen.cli:load_app",
     "bench": "loadgen.cli:bench_app",
     "simulate": "loadgen.simulate.command:simulate",

@@ -36,11 +36,11 @@ _PARAM: Final = "worker.profile"
 def shipped_profiles() -> Mapping[str, WorkerProfile]:
     """The profiles that come with the mesh, by name, in order."""
     found = {}
-    for entry in sorted(_SHIPPED.iterdir(), key=lambda one: one.name):
+    for entry in _SHIPPED.iterdir():
         if entry.name.endswith(_SUFFIX):
             name = entry.name.removesuffix(_SUFFIX)
             found[name] = parse_profile(entry.read_text(encoding="utf-8"), entry.name, name)
-    return found
+    return dict(sorted(found.items()))
 
 
 def is_file_name(text: str) -> bool:

@@ -22,7 +22,7 @@ def control(config: ControlConfig) -> None:
     """Run admission and router."""
     from infra.process import run_process
 
-    config = replace(config, models=tuple(_resolved(one, config.bus) for one in config.models))
+    config = replace(config, models=tuple(resolved_model(one, config.bus) for one in config.models))
 
     async def body(ctx: RoleContext) -> None:
         from pipeline.control import serve_control
@@ -38,7 +38,7 @@ def worker(config: WorkerConfig) -> None:
     os.environ.update(config.thread_environment())  # torch reads it once, when imported
     from infra.process import run_process
 
-    config = replace(config, model=_resolved(config.model, config.bus))
+    config = replace(config, model=resolved_model(config.model, config.bus))
 
     async def body(ctx: RoleContext) -> None:
         if config.crew is not None:
@@ -71,8 +71,12 @@ def bridge(config: BridgeConfig) -> None:
     raise typer.Exit(run_process("bridge", config, body))
 
 
-def _resolved(model: ModelSource, bus: BusConfig) -> ModelSource:
-    """The same model with a folder as its source; converts or fetches it where needed."""
+def resolved_model(model: ModelSource, bus: BusConfig) -> ModelSource:
+    """The same model with a folder as its source; converts or fetches it where needed.
+
+    Raises:
+        ConfigError, ModelUnsupported: as ``workers.engine.sources.resolve_source``.
+    """
     from workers.engine.sources import resolve_source
 
     return ModelSource(model.name, str(resolve_source(model.source, bus.model_cache)))

@@ -84,7 +84,8 @@ def test_a_kind_of_worker_has_a_name() -> None:
 
 
 async def test_a_worker_begins_as_its_like_were_measured(bus: Bus) -> None:
-    """Nothing registered, nothing known; an engine whose costs are chosen needs nothing."""
+    """Nothing registered, nothing known. Other threads are better than nothing, another model is
+    not, and an engine whose costs are chosen needs nothing."""
     engine = make_engine()
     await begin_with_own(bus, engine, "tiny@1", 2, log)
     assert engine.meter.costs is None
@@ -92,6 +93,12 @@ async def test_a_worker_begins_as_its_like_were_measured(bus: Bus) -> None:
     await ProfileBook(bus).put(WorkerProfile(name=name, costs=H100.costs))
     await begin_with_own(bus, engine, "tiny@1", 2, log)
     assert (engine.meter.costs, engine.meter.profile) == (H100.costs, name)
+    other = make_engine()
+    await begin_with_own(bus, other, "tiny@1", 1, log)
+    assert (other.meter.costs, other.meter.profile) == (scaled(H100.costs, 2.0), name)
+    stranger = make_engine()
+    await begin_with_own(bus, stranger, "tiny@2", 2, log)
+    assert stranger.meter.costs is None
     chosen = make_engine()
     chosen.meter = StepMeter.of_known(scaled(H100.costs, 2.0))
     await begin_with_own(bus, chosen, "tiny@1", 2, log)
@@ -106,7 +113,7 @@ async def test_a_profile_that_can_not_be_read_holds_up_nobody(
     async def fails(*_: object) -> None:
         raise BusUnavailable("away")
 
-    monkeypatch.setattr(ProfileBook, "get", fails)
+    monkeypatch.setattr(ProfileBook, "all", fails)
     engine = make_engine()
     with capture_logs() as lines:
         await begin_with_own(bus, engine, "tiny@1", 2, log)
