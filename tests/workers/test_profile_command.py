@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from click.testing import Result
+from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
 from infra.bus import Bus, EmbeddedBroker
@@ -27,9 +29,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _own_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process is not the command's: its log stays as it is."""
+def _own_log(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process is not the command's: its log stays as it is, and off stdout."""
     monkeypatch.setattr("infra.log.set_up_process", lambda *_, **__: None)
+    with capture_logs():
+        yield
 
 
 def profile(*arguments: str) -> Result:
