@@ -87,6 +87,7 @@ class Doorkeeper:
         self._clock = clock
         self._waiters: dict[str, _Waiter] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_s = 0.0  # on the loop's clock, when it rings
         self._rests_until_s = -math.inf  # in the loop's time, as the timer
 
     # What admission asks ---------------------------------------------------------------------
@@ -188,7 +189,7 @@ class Doorkeeper:
     # What is heard ---------------------------------------------------------------------------
 
     def hear_beat(self) -> None:
-        """A worker told of itself."""
+        """Somebody told of itself; the fleet and the forecast may have changed."""
         self._look()
 
     def hear_placed(self, placed: Placed) -> None:
@@ -234,9 +235,10 @@ class Doorkeeper:
     def _look_at(self, loop_s: float) -> None:
         at_s = max(loop_s, self._rests_until_s)
         if self._timer is not None:
-            if self._timer.when() <= at_s:
+            if self._timer_s <= at_s:
                 return
             self._timer.cancel()
+        self._timer_s = at_s  # a timer of uvloop that is due does not say when
         self._timer = asyncio.get_running_loop().call_at(at_s, self._let_go_all)
 
     def _let_go_all(self) -> None:
