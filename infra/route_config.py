@@ -35,7 +35,7 @@ class RouteConfig:
         2.0, _WEIGHT, "score: by how much a hit weighs more while prompts wait"
     )
     route_spread: float = setting(
-        4.0, _WEIGHT, "score: weight against who was sent over 1.25 times the mean lately"
+        16.0, _WEIGHT, "score: weight against who was sent over 1.2 times the mean lately"
     )
     route_temperature: float = setting(
         0.02, number(0, 100), "score: of the softmax that chooses; 0: always the best"

@@ -6,9 +6,12 @@ itself may not judge: after its own pause every count starts anew.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from schemas.control import Beat
+
+Layout = tuple[str, int]  # fingerprint, tokens per block
 
 
 @dataclass(slots=True)
@@ -35,6 +38,7 @@ class Fleet:
         self._drained: set[str] = set()  # those of them that said before that they would go
         self._verdicts: list[Beat] = []
         self._listening_since_s = now_s
+        self._layouts: dict[str, dict[str, Layout]] = {}  # by model, until somebody changes
 
     def hear(self, beat: Beat, now_s: float) -> None:
         """Take a heartbeat. One that says "gone" is a verdict: no need to wait for silence."""
@@ -47,6 +51,8 @@ class Fleet:
                 self._drained.add(beat.worker)
             self._bury(beat, now_s)
         elif not (beat.worker and beat.worker in self._dead_workers):
+            if known is None or not _is_alike(known.beat, beat):
+                self._layouts.clear()
             self._members[beat.process] = Member(beat, now_s)
             if beat.worker:
                 self._process_of[beat.worker] = beat.process
@@ -106,6 +112,15 @@ class Fleet:
         ]
         return sorted(found, key=lambda beat: beat.worker)
 
+    def layouts(self, served: str) -> Mapping[str, Layout]:
+        """Fingerprint and block size of each live worker of ``served``, whatever it does for it.
+        Kept until somebody comes, goes or changes: a prompt that is looked up asks."""
+        found = self._layouts.get(served)
+        if found is None:
+            found = {one.worker: (one.fingerprint, one.block_size) for one in self.serving(served)}
+            self._layouts[served] = found
+        return found
+
     def max_sequence_tokens(self, served: str) -> int | None:
         """What a sequence may be long so that each live worker of ``served`` could hold it; None
         when none says so. One that drains is not asked: nothing new goes there."""
@@ -131,6 +146,7 @@ class Fleet:
         self._drained &= self._dead_workers.keys()
 
     def _forget(self, process: str) -> None:
+        self._layouts.clear()
         member = self._members.pop(process, None)
         if member is not None:
             self._process_of.pop(member.beat.worker, None)
@@ -143,3 +159,10 @@ class Fleet:
         if beat.worker and beat.worker not in self._dead_workers:
             self._dead_workers[beat.worker] = now_s
             self._verdicts.append(beat)
+
+
+def _is_alike(one: Beat, other: Beat) -> bool:
+    """Whether a process is in the same place and state as before, for who looks prompts up."""
+    return (one.worker, one.served, one.state, one.fingerprint, one.block_size) == (
+        other.worker, other.served, other.state, other.fingerprint, other.block_size,
+    )  # fmt: skip

@@ -55,17 +55,13 @@ class Prefixes:
         """
         if self.is_empty or record.sampling.prompt_logprobs is not None:
             return {}
-        beats = {beat.worker: beat for beat in self._fleet.serving(record.served)}
-        layouts = {(beat.fingerprint, beat.block_size) for beat in beats.values()}
+        layout_of = self._fleet.layouts(record.served)
         found: dict[str, Match] = {}
-        for fingerprint, block_size in sorted(layouts):
+        for layout in sorted(set(layout_of.values())):
+            fingerprint, block_size = layout
             if block_size > 0:
                 matches = self._lookup(record, fingerprint, block_size)
-                found |= {
-                    match.worker: match
-                    for match in matches
-                    if match.worker in beats and beats[match.worker].fingerprint == fingerprint
-                }
+                found |= {one.worker: one for one in matches if layout_of.get(one.worker) == layout}
         self._metrics.kv_index_lookups.labels("hit" if found else "miss").inc()
         return found
 

@@ -47,8 +47,8 @@ class Weights:
     transfer: float = 0.2
     finish: float = 1.0
     backlog: float = 2.0
-    spread: float = 4.0
-    share: float = 1.25
+    spread: float = 16.0
+    share: float = 1.2
     temperature: float = 0.02
 
 

@@ -26,7 +26,7 @@ from pipeline.topology import Distances
 DISK_SHARE = 0.5  # of the worth of a block in memory
 TOKENS_PER_SEQUENCE = 256
 _MAX_CREDIT = 4.0
-_SLACK = 2.0  # whole prompts that everybody may compute before it counts who got more
+_SLACK = 4.0  # whole prompts that everybody may compute before it counts who got more
 _SLACK_SEQUENCES = 8.0  # the same where costs are not known
 _NO_TIME_MS = 1e-6
 
