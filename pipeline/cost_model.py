@@ -12,7 +12,6 @@ what it adds to the whole, so that a prompt costs its tokens and squares once, h
 
 from __future__ import annotations
 
-import math
 from typing import Final
 
 import msgspec
@@ -27,26 +26,6 @@ FREE: Final = StepCosts(
     decode_context_ms=0.0,
     decode_sequence_ms=0.0,
 )
-
-# Of a worker that never did a thing: it would take for ever.
-UNKNOWN: Final = StepCosts(
-    prefill_base_ms=math.inf,
-    prefill_token_ms=math.inf,
-    prefill_square_ms=0.0,
-    decode_base_ms=math.inf,
-    decode_context_ms=0.0,
-    decode_sequence_ms=math.inf,
-)
-
-
-def knows_prefill(costs: StepCosts | None) -> bool:
-    """Whether they say how long a prompt takes; a decode worker may not know that of itself."""
-    return costs is not None and math.isfinite(costs.prefill_base_ms)
-
-
-def knows_decode(costs: StepCosts | None) -> bool:
-    """Whether they say how long a decode step takes."""
-    return costs is not None and math.isfinite(costs.decode_base_ms)
 
 
 def chunk_squares(start: int, end: int) -> int:
@@ -99,6 +78,27 @@ def decode_step_ms(costs: StepCosts, num_sequences: int, context_tokens: int) ->
 def scaled(costs: StepCosts, factor: float) -> StepCosts:
     """The costs of a worker whose steps take ``factor`` times as long."""
     return StepCosts(**{name: ms * factor for name, ms in msgspec.structs.asdict(costs).items()})
+
+
+def guess_prefill(costs: StepCosts) -> StepCosts:
+    """With prefill costs made of the decode costs, for a worker that never computed a prompt: a
+    token of it costs what a sequence of a decode step does, and so does its attention."""
+    return msgspec.structs.replace(
+        costs,
+        prefill_base_ms=costs.decode_base_ms,
+        prefill_token_ms=costs.decode_sequence_ms,
+        prefill_square_ms=costs.decode_context_ms / 2,  # half of a prompt's square is attended to
+    )
+
+
+def guess_decode(costs: StepCosts) -> StepCosts:
+    """The other way round, for a worker that only computes prompts."""
+    return msgspec.structs.replace(
+        costs,
+        decode_base_ms=costs.prefill_base_ms,
+        decode_context_ms=2 * costs.prefill_square_ms,
+        decode_sequence_ms=costs.prefill_token_ms,
+    )
 
 
 def quadratic_cost(num_uncached: int, num_generated: int) -> float:

@@ -13,8 +13,7 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
     A step that prefills takes ``A + B * sum(p) + C * sum(p**2)``, p being the prompt lengths; one
     that decodes takes ``A + B * sum(context) + C * batch``; one that does both, both. What they
     mean for a prompt of which a part is cached is in ``pipeline/cost_model.py``. None is negative.
-    Infinite ones, in a beat alone, are not known: those of a part, prefill or decode, that the
-    worker does not do.
+    A worker that does one of the two alone guesses the other from it.
     """
 
     prefill_base_ms: float

@@ -29,7 +29,7 @@ from pipeline.cost_fit import (
     pace_of,
     with_part,
 )
-from pipeline.cost_model import UNKNOWN, chunk_squares, scaled
+from pipeline.cost_model import FREE, chunk_squares, guess_decode, guess_prefill, scaled
 from schemas.profiles import StepCosts, WorkerProfile
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class StepMeter:
         parts: what the worker does: its costs are known when these are.
 
     Attributes:
-        costs: None: nothing is known. A part that is not among ``parts`` may be infinite.
+        costs: None: nothing is known. A part that is not among ``parts`` may be a guess.
         profile: the name of the profile that it began with; "" without one.
         pace: by part, how many times as long the steps since the last fit took as they should
             have by ``costs``.
@@ -134,11 +134,14 @@ class StepMeter:
             paces = {part: pace_of(self.costs, recent, part) for part in self.parts}
             self.pace = {part: pace for part, pace in paces.items() if pace is not None}
         samples = _samples(noted, now_s - _MEMORY_S)
-        others = self._paced(samples)
-        fit = _good_fit(samples, others)
-        known = set(fit.parts) if fit is not None else set()
-        if self._first is not None or known >= set(self.parts):
+        if self._first is not None:
+            others = self._paced(self._first, samples)
+            fit = _good_fit(samples, others)
             self.costs = others if fit is None else fit.costs
+            return fit
+        fit = _good_fit(samples, FREE)
+        if fit is not None and set(fit.parts) >= set(self.parts):
+            self.costs = _with_guess(fit)
         return fit
 
     def samples(self) -> list[StepSample]:
@@ -156,16 +159,21 @@ class StepMeter:
             self._buckets[key].append(noted)
         return [one for bucket in self._buckets.values() for one in bucket]
 
-    def _paced(self, samples: Sequence[StepSample]) -> StepCosts:
-        """The profile's costs, each part at the pace of its steps; unknown without a profile."""
-        if self._first is None:
-            return UNKNOWN
-        costs = self._first
+    def _paced(self, first: StepCosts, samples: Sequence[StepSample]) -> StepCosts:
+        """The profile's costs, each part at the pace of its steps."""
+        costs = first
         for part in PARTS:
-            pace = pace_of(self._first, samples, part)
+            pace = pace_of(first, samples, part)
             if pace is not None and 1 / _MOST_PACE < pace < _MOST_PACE:
-                costs = with_part(costs, part, scaled(self._first, pace))
+                costs = with_part(costs, part, scaled(first, pace))
         return costs
+
+
+def _with_guess(fit: CostFit) -> StepCosts:
+    """What was fitted, and what was not by that: somebody will ask, and free it is not."""
+    if "prefill" not in fit.parts:
+        return guess_prefill(fit.costs)
+    return fit.costs if "decode" in fit.parts else guess_decode(fit.costs)
 
 
 def _good_fit(samples: Sequence[StepSample], others: StepCosts) -> CostFit | None:

@@ -9,6 +9,8 @@ from pipeline.cost_model import (
     FREE,
     chunk_squares,
     decode_step_ms,
+    guess_decode,
+    guess_prefill,
     prefill_ms,
     prefill_step_ms,
     quadratic_cost,
@@ -60,6 +62,13 @@ def test_scaled_costs_scale_every_step() -> None:
     assert prefill_ms(fast, 7, 2) == prefill_ms(COSTS, 7, 2) / 2
     assert decode_step_ms(fast, 7, 20) == decode_step_ms(COSTS, 7, 20) / 2
     assert set(asdict(scaled(FREE, 3)).values()) == {0}
+
+
+def test_one_part_is_guessed_from_the_other() -> None:
+    """A prompt's token costs as a sequence of a decode step, and attends to half of the square."""
+    assert prefill_ms(guess_prefill(COSTS), 4) == 8 + 2 * 4 + 0.25 * 16 / 2
+    assert decode_step_ms(guess_decode(COSTS), 3, 100) == 4 + 2 * 0.125 * 100 + 0.5 * 3
+    assert guess_decode(guess_prefill(COSTS)) == guess_prefill(COSTS)
 
 
 def test_the_quadratic_cost_counts_uncached_tokens() -> None:

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import math
-
 import pytest
 from msgspec.structs import asdict
 
 from pipeline.cost_fit import StepSample, predicted_ms
-from pipeline.cost_model import chunk_squares, knows_decode, knows_prefill, scaled
+from pipeline.cost_model import chunk_squares, guess_decode, scaled
 from schemas.profiles import StepCosts, WorkerProfile
 from tests.workers.engine.simulated_engines import engines, make_engine, request_of, run
 from workers.step_meter import StepMeter, StepShape
@@ -55,18 +53,29 @@ def test_a_worker_learns_its_costs_from_its_steps() -> None:
 
 
 def test_a_prefill_worker_tells_what_it_does() -> None:
-    """It need not know what a decode costs: for others that is endless, not free."""
+    """It need not know what a decode costs: that is a guess by what it does know, never free."""
     meter = StepMeter(("prefill",))
     metered(meter, PREFILLS)
     meter.learn()
-    assert knows_prefill(meter.costs)
-    assert not knows_decode(meter.costs)
     assert meter.costs is not None
-    assert meter.costs.decode_base_ms == math.inf
+    assert meter.costs.prefill_token_ms == pytest.approx(COSTS.prefill_token_ms, rel=1e-3)
+    assert meter.costs == guess_decode(meter.costs)
     decoding = StepMeter(("decode",))
     metered(decoding, PREFILLS)
     decoding.learn()
     assert decoding.costs is None, "what it does it does not know yet"
+
+
+def test_a_decode_worker_knows_prompts_once_it_has_computed_some() -> None:
+    """Until then it guesses; the first few short rests that it is given teach it."""
+    meter = StepMeter(("decode",))
+    metered(meter, DECODES)
+    meter.learn()
+    assert meter.costs is not None
+    assert meter.costs.prefill_token_ms == pytest.approx(COSTS.decode_sequence_ms, rel=1e-3)
+    metered(meter, PREFILLS)
+    meter.learn()
+    assert asdict(meter.costs) == pytest.approx(asdict(COSTS), rel=1e-3)
 
 
 def test_a_profile_counts_until_there_is_better() -> None:
@@ -114,8 +123,9 @@ def test_long_decoding_does_not_make_it_forget_prompts() -> None:
         metered(meter, [(100, 10_000, 5000, 9)] * 500)
         meter.learn()
     assert len(meter.samples()) == len(PREFILLS) + len(DECODES) + 8 + 64
-    assert meter.learn() is not None
-    assert knows_prefill(meter.costs)
+    fit = meter.learn()
+    assert fit is not None
+    assert fit.parts == ("prefill", "decode")
 
 
 def test_it_learns_at_times_and_of_late() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import structlog
 
 from infra.transport.shm import SharedPool
-from pipeline.cost_model import chunk_squares, knows_prefill, prefill_step_ms
+from pipeline.cost_model import chunk_squares, prefill_step_ms
 from schemas.control import Load
 from schemas.errors import EngineFailed, NoCapacity
 from schemas.requests import SamplingParams
@@ -330,7 +330,7 @@ class Engine:
         """How long it takes to compute these, in steps as full as may be; what the pool has of them
         takes nothing, and the last token after that is a decode."""
         costs = self.meter.costs
-        if costs is None or not knows_prefill(costs):
+        if costs is None:
             return 0.0
         num_tokens = num_squares = 0
         for sequence in to_compute:
