@@ -45,11 +45,6 @@ def execute(runner: Runner, chunks: Seq[Chunk], requests: Requests) -> list[Outc
     return [outcome for chunk in chunks for outcome in execute(runner, [chunk], requests)]
 
 
-def has_format(chunk: Chunk) -> bool:
-    """Whether the answer keeps to a ``response_format``."""
-    return chunk.sequence.group.sampling.response_format is not None
-
-
 def allowed_ids(chunk: Chunk, requests: Requests) -> bytes | None:
     """What may come next, as ``ScheduledSequence.allowed``.
 
@@ -66,7 +61,7 @@ def allowed_ids(chunk: Chunk, requests: Requests) -> bytes | None:
 def prefilled(chunks: Seq[Chunk]) -> list[tuple[int, int]]:
     """The positions ``[start, end)`` of each chunk of a step that is mostly prefill; of another
     step, none."""
-    if sum(chunk.count for chunk in chunks) < 8 * len(chunks):
+    if sum([chunk.count for chunk in chunks]) < 8 * len(chunks):
         return []
     starts = [chunk.sequence.num_computed_tokens for chunk in chunks]
     return [(s, s + chunk.count) for s, chunk in zip(starts, chunks, strict=True)]
@@ -74,18 +69,21 @@ def prefilled(chunks: Seq[Chunk]) -> list[tuple[int, int]]:
 
 def _run(runner: Runner, chunks: Seq[Chunk], requests: Requests) -> list[Outcome]:
     batch = [
-        _scheduled(chunk, allowed_ids(chunk, requests) if has_format(chunk) else None)
+        _scheduled(chunk, allowed_ids(chunk, requests) if chunk.sequence.group.has_format else None)
         for chunk in chunks
     ]
     sampled = runner.execute(batch)
-    if len(sampled) != sum(scheduled.sample for scheduled in batch):
+    num_wanted = sum([scheduled.sample for scheduled in batch])
+    if len(sampled) != num_wanted:
         raise EngineFailed(f"the runner gave {len(sampled)} tokens, not one per sample")
+    if num_wanted == len(batch):
+        return list(sampled)
     tokens = iter(sampled)
     return [next(tokens) if scheduled.sample else None for scheduled in batch]
 
 
 def _scheduled(chunk: Chunk, allowed: bytes | None) -> ScheduledSequence:
-    sequence = chunk.sequence
+    sequence, group = chunk.sequence, chunk.sequence.group
     return ScheduledSequence(
         token_ids=sequence.token_ids,
         num_prompt_tokens=sequence.num_prompt_tokens,
@@ -93,8 +91,8 @@ def _scheduled(chunk: Chunk, allowed: bytes | None) -> ScheduledSequence:
         start=sequence.num_computed_tokens,
         count=chunk.count,
         sample=chunk.samples,
-        sampling=sequence.group.sampling,
+        sampling=group.sampling,
         index=sequence.index,
         allowed=allowed,
-        scores=sequence.group.scores_to_fill,
+        scores=None if group.scores is None else group.scores_to_fill,
     )

@@ -93,28 +93,31 @@ class BlockPool:
         """``count`` slots for new content, each with one reference; all of them, or None."""
         if count > self.num_available:
             return None
-        return [self._allocate_one() for _ in range(count)]
+        num_free = min(count, len(self._free))
+        blocks = [self._free.pop() for _ in range(num_free)]
+        if num_free < count:
+            blocks += self._evict(count - num_free)
+        for block in blocks:
+            self._references[block] = 1
+            self._is_reused[block] = False
+            self._slots.touch(block)
+        return blocks
 
-    def _allocate_one(self) -> int:
-        if self._free:
-            block = self._free.pop()
-        else:
-            block = self._evict()
-        self._references[block] = 1
-        self._is_reused[block] = False
-        self._slots.touch(block)
-        return block
-
-    def _evict(self) -> int:
-        lower = self.lower
-        block = self._cached.pop_victim(None if lower is None else self._is_spare)
-        block_hash = self._hash_of.pop(block)
-        del self._block_of[block_hash]
-        is_kept = lower is not None and lower.holds(block_hash)
-        self.tally.add("device", "evicted" if is_kept else "dropped")
+    def _evict(self, count: int) -> list[int]:
+        is_spare = None if self.lower is None else self._is_spare
+        blocks, hashes, num_kept = [], [], 0
+        for _ in range(count):
+            block = self._cached.pop_victim(is_spare)
+            num_kept += is_spare is not None and is_spare(block)
+            block_hash = self._hash_of.pop(block)
+            del self._block_of[block_hash]
+            blocks.append(block)
+            hashes.append(block_hash)
+        self.tally.add("device", "evicted", num_kept)
+        self.tally.add("device", "dropped", count - num_kept)
         if self.events is not None:
-            self.events.removed("device", block_hash)
-        return block
+            self.events.removed("device", *hashes)
+        return blocks
 
     def _is_spare(self, block: int) -> bool:
         return self.lower is not None and self.lower.holds(self._hash_of[block])
@@ -142,18 +145,27 @@ class BlockPool:
 
     def register(self, block: int, prefix_hash: bytes, parent: bytes = b"") -> None:
         """Make a full, computed block findable; a second block of equal content stays private."""
-        if prefix_hash in self._block_of or block in self._hash_of:
+        self.register_run((block,), (prefix_hash,), parent)
+
+    def register_run(
+        self, blocks: Sequence[int], prefix_hashes: Sequence[bytes], parent: bytes
+    ) -> None:
+        """The same for blocks that follow each other, the first one behind ``parent``."""
+        new: list[tuple[int, BlockName]] = []
+        for block, prefix_hash in zip(blocks, prefix_hashes, strict=True):
+            if prefix_hash not in self._block_of and block not in self._hash_of:
+                self._block_of[prefix_hash] = block
+                self._hash_of[block] = prefix_hash
+                new.append((block, BlockName(block_hash=prefix_hash, parent=parent)))
+            parent = prefix_hash
+        if not new:
             return
-        self._block_of[prefix_hash] = block
-        self._hash_of[block] = prefix_hash
-        self.tally.add("device", "stored")
-        if self.lower is None and self.events is None:
-            return
-        name = BlockName(block_hash=prefix_hash, parent=parent)
+        self.tally.add("device", "stored", len(new))
         if self.events is not None:
-            self.events.stored("device", name)
+            self.events.stored("device", *(name for _, name in new))
         if self.lower is not None:
-            self.lower.demote(block, name)
+            for block, name in new:
+                self.lower.demote(block, name)
 
     def find(self, prefix_hash: bytes) -> int | None:
         """The block of that hash, not acquired."""

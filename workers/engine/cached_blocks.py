@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import islice
 
@@ -22,8 +23,10 @@ class CachedBlocks:
     """
 
     def __init__(self) -> None:
-        self._once: dict[int, None] = {}  # oldest first: a dict keeps the order of insertion
-        self._again: dict[int, None] = {}
+        # Oldest first. A dict keeps the order of insertion, too, but to find its first key it walks
+        # over all that were taken from there since it last grew.
+        self._once: OrderedDict[int, None] = OrderedDict()
+        self._again: OrderedDict[int, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._once) + len(self._again)
@@ -50,11 +53,11 @@ class CachedBlocks:
             is_spare: whether a lower tier has its content as well: of the oldest few, such a slot
                 goes first. None: there is no lower tier.
         """
-        num_again = len(self._again)
-        is_full = num_again > _PROTECTED_SHARE * len(self)
-        line = self._again if is_full or not self._once else self._once
+        num_once, num_again = len(self._once), len(self._again)
+        is_full = num_again > _PROTECTED_SHARE * (num_once + num_again)
+        line = self._again if is_full or not num_once else self._once
         victim = next(iter(line))
-        if is_spare is not None:
-            victim = next(filter(is_spare, islice(line, _NUM_LOOKED_AT)), victim)
+        if is_spare is not None and not is_spare(victim):
+            victim = next(filter(is_spare, islice(line, 1, _NUM_LOOKED_AT)), victim)
         del line[victim]
         return victim

@@ -18,6 +18,7 @@ class Choice:
         finish_reason: "stop" or "length" once it ended, else None.
         has_sampled: whether a token was sampled here, not only taken over.
         hides_token: whether its one token is no part of the answer, which is to have none.
+        wants_logprob: whether its tokens are told with their logprobs.
         matcher: what its tokens may be; None: anything.
     """
 
@@ -34,8 +35,9 @@ class Choice:
         self.finish_reason: str | None = None
         self.has_sampled = False
         self.hides_token = sampling.max_tokens == 0
+        self.wants_logprob = sampling.logprobs is not None and not self.hides_token
         self._output = output
-        self._min_tokens = sampling.min_tokens
+        self._min_length = sequence.num_prompt_tokens + sampling.min_tokens
         eos = frozenset() if sampling.ignore_eos else info.eos_token_ids
         self._end_ids = eos.union(sampling.stop_token_ids)
         self.max_length = max_length(sequence.num_prompt_tokens, sampling, info)
@@ -50,13 +52,13 @@ class Choice:
         without an eos and whatever ``min_tokens`` and ``ignore_eos`` say.
         """
         assert self.finish_reason is None, "a token after the end"
-        sequence, output = self.sequence, self._output
-        number = sequence.num_tokens
-        sequence.token_ids.append(token_id)
+        output, token_ids = self._output, self.sequence.token_ids
+        token_ids.append(token_id)
         if self.hides_token:
             self.finish_reason = "length"
             return ""
-        if token_id in self._end_ids and number >= self._min_tokens:
+        length = len(token_ids)
+        if token_id in self._end_ids and length > self._min_length:
             self.finish_reason = "stop"
             return output.finish()
         text, is_stopped = output.push(token_id)
@@ -67,7 +69,7 @@ class Choice:
         elif self.matcher is not None and self.matcher.is_complete:
             self.finish_reason = "stop"
             text += output.finish()
-        elif len(sequence.token_ids) >= self.max_length:
+        elif length >= self.max_length:
             self.finish_reason = "length"
             text += output.finish()
         return text

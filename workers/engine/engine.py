@@ -26,7 +26,7 @@ from workers.engine.api import (
     TokenOutput,
 )
 from workers.engine.arrivals import Arrivals
-from workers.engine.batch import allowed_ids, execute, has_format, prefilled
+from workers.engine.batch import allowed_ids, execute, prefilled
 from workers.engine.block_pool import BlockPool
 from workers.engine.books import block_states, check_books
 from workers.engine.grammar import Grammars
@@ -232,7 +232,7 @@ class Engine:
 
     def _find_allowed(self, chunks: list[Chunk], report: StepReport) -> list[Chunk]:
         """Let each grammar say what may come next; returns the chunks that can run."""
-        bound = [chunk for chunk in chunks if has_format(chunk)]
+        bound = [chunk for chunk in chunks if chunk.sequence.group.has_format]
         if not bound:
             return chunks
         for chunk in bound:
@@ -248,10 +248,9 @@ class Engine:
         """Report a sampled token; whether its choice has ended with it."""
         sequence = chunk.sequence
         choice = active.choices[sequence.index]
-        number = sequence.num_tokens
+        number = len(sequence.token_ids) - sequence.num_prompt_tokens
         text = choice.accept(sampled.token_id)
         choice.has_sampled = True
-        wants_logprob = active.request.sampling.logprobs is not None and not choice.hides_token
         scores = active.group.scores if number == 0 else None
         report.outputs.append(
             TokenOutput(
@@ -261,7 +260,7 @@ class Engine:
                 token_id=sampled.token_id,
                 text=text,
                 finish_reason=choice.finish_reason,
-                logprob=self._vocabulary.logprob(sampled) if wants_logprob else None,
+                logprob=self._vocabulary.logprob(sampled) if choice.wants_logprob else None,
                 prompt_logprobs=None if scores is None else scores.logprobs(self._vocabulary),
             )
         )

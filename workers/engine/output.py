@@ -8,6 +8,7 @@ pieces that were published.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from pathlib import Path
 
@@ -50,8 +51,24 @@ def bytes_of(name: str) -> bytes:
         return b""
 
 
+class _Pieces(dict[int, str | None]):
+    """What :meth:`Vocabulary.piece` says, found when it is first asked for: a look at a table for
+    each token but the first of its kind."""
+
+    def __init__(self, find: Callable[[int], str | None]) -> None:
+        self._find = find
+
+    def __missing__(self, token_id: int) -> str | None:
+        piece = self[token_id] = self._find(token_id)
+        return piece
+
+
 class Vocabulary:
-    """What the ids of one tokenizer look like as text. Shared by all choices of an engine."""
+    """What the ids of one tokenizer look like as text. Shared by all choices of an engine.
+
+    Attributes:
+        pieces: :meth:`piece` as a table.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -63,7 +80,7 @@ class Vocabulary:
         self._texts: dict[int, str] = {}
         self._raws: dict[int, bytes] = {}
         self._is_context_free = isinstance(tokenizer.decoder, ByteLevel)
-        self._pieces: dict[int, str | None] = {}
+        self.pieces = _Pieces(self._find_piece)
         anchor = tokenizer.encode("a", add_special_tokens=False).ids[-1:]
         self._anchor: list[int] = list(anchor)
 
@@ -113,11 +130,7 @@ class Vocabulary:
             "" for one that never shows; None when that depends on its neighbours: it holds a part
             of a character, or the decoder is not one that puts bytes beside each other.
         """
-        try:
-            return self._pieces[token_id]
-        except KeyError:
-            piece = self._pieces[token_id] = self._find_piece(token_id)
-            return piece
+        return self.pieces[token_id]
 
     def _find_piece(self, token_id: int) -> str | None:
         if self.is_silent(token_id):
@@ -177,6 +190,7 @@ class Detokenizer:
 
     def __init__(self, vocabulary: Vocabulary, prompt_ids: Seq[int]) -> None:
         self._vocabulary = vocabulary
+        self._pieces = vocabulary.pieces
         self._prompt_tail: Seq[int] = prompt_ids[
             -_NUM_CONTEXT_TOKENS:
         ]  # the context, not looked at
@@ -186,7 +200,7 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """The text that became certain with this token, often that of the token itself."""
-        piece = self._vocabulary.piece(token_id)
+        piece = self._pieces[token_id]
         if piece is not None and not self._held:
             if piece:
                 self._context, self._context_text = [token_id], piece

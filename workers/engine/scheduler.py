@@ -76,6 +76,11 @@ class _Plan:
         self.chunks[sequence] = Chunk(sequence, count, samples, copy)
         self.budget -= count
 
+    def add_token(self, sequence: Sequence) -> None:
+        """What :meth:`add` does for one that decodes, which most do in most steps."""
+        self.chunks[sequence] = Chunk(sequence, 1, sequence.index != ROOT)
+        self.budget -= 1
+
     def drop(self, sequence: Sequence) -> None:
         chunk = self.chunks.pop(sequence, None)
         if chunk is not None:
@@ -139,11 +144,12 @@ class Scheduler:
 
     def complete(self, chunk: Chunk) -> None:
         """The chunk was computed."""
-        sequence = chunk.sequence
+        sequence, size = chunk.sequence, self.pool.block_size
         before = sequence.num_computed_tokens
-        sequence.num_computed_tokens = before + chunk.count
-        self._register(sequence, before)
-        if sequence.is_root and sequence.num_uncomputed_tokens == 0:
+        sequence.num_computed_tokens = after = before + chunk.count
+        if before // size != after // size:
+            self._register(sequence, before)
+        if sequence.index == ROOT and sequence.num_uncomputed_tokens == 0:
             self.park(sequence)
 
     # ---- the decision --------------------------------------------------------------------
@@ -154,12 +160,15 @@ class Scheduler:
         Empty: nothing can run until something is added or released.
         """
         plan = _Plan(self.config.max_batch_tokens)
+        size = self.pool.block_size
         decoding: list[Sequence] = []
         others: list[Sequence] = []
         for sequence in self.running:
             (decoding if sequence.is_decoding else others).append(sequence)
         for sequence in decoding:
-            if sequence.block_table:
+            if sequence.num_computed_tokens < len(sequence.block_table) * size:
+                plan.add_token(sequence)
+            elif sequence.block_table:
                 self._extend(sequence, 1, plan)
         for sequence in others:
             if sequence.block_table and plan.budget:
@@ -311,9 +320,8 @@ class Scheduler:
         if first == end:
             return
         hashes = sequence.prefix_hashes(end, size)
-        for number in range(first, end):
-            parent = hashes[number - 1] if number else sequence.group.salt
-            self.pool.register(sequence.block_table[number], hashes[number], parent)
+        parent = hashes[first - 1] if first else sequence.group.salt
+        self.pool.register_run(sequence.block_table[first:end], hashes[first:], parent)
 
 
 def _is_short_cut(sequence: Sequence) -> bool:

@@ -41,6 +41,10 @@ class Group:
     num_cached_tokens: int = 0  # of the prompt, found in the pool when the request first ran
     num_host_tokens: int = 0  # of these, those that had been brought there out of the host tier
     scores: PromptScores | None = None  # of the prompt, where they are wanted
+    has_format: bool = field(init=False)  # the answers keep to a ``response_format``
+
+    def __post_init__(self) -> None:
+        self.has_format = self.sampling.response_format is not None
 
     @property
     def scores_to_fill(self) -> PromptScores | None:
@@ -86,7 +90,8 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         """Whether one position is left, after others."""
-        return len(self.token_ids) - self.num_computed_tokens == 1 and self.num_computed_tokens > 0
+        num_computed = self.num_computed_tokens
+        return num_computed > 0 and len(self.token_ids) - num_computed == 1
 
     @property
     def num_tokens(self) -> int:

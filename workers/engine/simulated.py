@@ -67,17 +67,14 @@ DEFAULT_COSTS: Final = StepCosts(
 
 def batch_ms(costs: StepCosts, batch: Seq[ScheduledSequence]) -> float:
     """Milliseconds of one step over ``batch``; one that prefills and decodes takes both times."""
-    num_tokens = num_squares = num_decoding = context = 0
-    for scheduled in batch:
-        end = scheduled.start + scheduled.count
-        if scheduled.start > 0 and scheduled.count == 1:
-            num_decoding += 1
-            context += end
-        else:
-            num_tokens += scheduled.count
-            num_squares += chunk_squares(scheduled.start, end)
-    decode_ms = decode_step_ms(costs, num_decoding, context)
-    return decode_ms + prefill_step_ms(costs, num_tokens, num_squares)
+    decoding = [s.start for s in batch if s.count == 1 and s.start > 0]
+    num_decoding = len(decoding)
+    decode_ms = decode_step_ms(costs, num_decoding, sum(decoding) + num_decoding)
+    if num_decoding == len(batch):
+        return decode_ms
+    chunks = [s for s in batch if s.count != 1 or s.start == 0]
+    num_squares = sum(chunk_squares(s.start, s.start + s.count) for s in chunks)
+    return decode_ms + prefill_step_ms(costs, sum(s.count for s in chunks), num_squares)
 
 
 def mix(state: int, value: int) -> int:
@@ -92,17 +89,6 @@ def _mix_all(states: _Words, values: _Words | np.uint64) -> _Words:
     x = (states ^ values) * np.uint64(_FIRST) + np.uint64(START)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(_SECOND)
     return x ^ (x >> np.uint64(31))
-
-
-def _is_plain(scheduled: ScheduledSequence) -> bool:
-    """Whether it is one more token of a sequence, any of the vocabulary, and no logprobs."""
-    return (
-        scheduled.count == 1
-        and scheduled.start > 0
-        and scheduled.sample
-        and scheduled.allowed is None
-        and scheduled.sampling.logprobs is None
-    )
 
 
 def _draw(scheduled: ScheduledSequence) -> tuple[int, int, int]:
@@ -148,9 +134,19 @@ class SimulatedRunner(InSharedPool):
         self._pool.copy_block(source, target)
 
     def _compute(self, batch: Seq[ScheduledSequence]) -> list[Sampled | None]:
-        rows = [row for row, scheduled in enumerate(batch) if _is_plain(scheduled)]
+        rows = [  # one more token of a sequence, any of the vocabulary, and no logprobs
+            row
+            for row, s in enumerate(batch)
+            if s.count == 1
+            and s.start > 0
+            and s.sample
+            and s.allowed is None
+            and s.sampling.logprobs is None
+        ]
         if len(rows) < _WORTH_ARRAYS:
             return [self._compute_one(scheduled) for scheduled in batch]
+        if len(rows) == len(batch):
+            return [*self._decode_together(batch)]
         together = self._decode_together([batch[row] for row in rows])
         found = dict(zip(rows, together, strict=True))
         return [found.get(row) or self._compute_one(s) for row, s in enumerate(batch)]
@@ -161,19 +157,14 @@ class SimulatedRunner(InSharedPool):
         return self._sample(scheduled, state) if scheduled.sample else None
 
     def _decode_together(self, batch: Seq[ScheduledSequence]) -> list[Sampled]:
-        """What :meth:`_compute_one` gives for each of ``batch``, all of which are plain."""
+        """What :meth:`_compute_one` gives for each of ``batch``, which all decode plainly."""
         size = self._block_size
-        starts = [scheduled.start for scheduled in batch]
-        before = [
-            s.block_table[(p - 1) // size] * size + (p - 1) % size
-            for s, p in zip(batch, starts, strict=True)
-        ]
-        here = [
-            s.block_table[p // size] * size + p % size for s, p in zip(batch, starts, strict=True)
-        ]
-        last = [s.token_ids[p] for s, p in zip(batch, starts, strict=True)]
-        states = _mix_all(self._entry_array[before], np.array(last, np.uint64))
-        self._entry_array[here] = states
+        last = np.array([s.token_ids[s.start] for s in batch], np.uint64)
+        before = [s.block_table[(s.start - 1) // size] for s in batch]
+        here = [s.block_table[s.start // size] for s in batch]
+        starts, blocks = np.array([s.start for s in batch]), np.array((before, here)) * size
+        states = _mix_all(self._entry_array[blocks[0] + (starts - 1) % size], last)
+        self._entry_array[blocks[1] + starts % size] = states
         warm = [row for row, s in enumerate(batch) if s.sampling.temperature > 0]
         if warm:
             drawn = states[warm]
@@ -267,7 +258,7 @@ def readable_token_ids(vocabulary: Vocabulary) -> list[int]:
         token_id
         for token_id in range(vocabulary.size)
         if not vocabulary.is_silent(token_id)
-        and (text := vocabulary.token_text(token_id))
+        and (text := vocabulary.piece(token_id) or vocabulary.token_text(token_id))
         and REPLACEMENT not in text
         and text.isprintable()
     ]

@@ -19,13 +19,14 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import msgspec
+
 from infra.transport.shm import SharedPool
 
 Tier = Literal["device", "host", "disk"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockName:
+class BlockName(msgspec.Struct, frozen=True, kw_only=True):
     """A full block: its prefix hash, and that of the block before it (the salt, for the first)."""
 
     block_hash: bytes
@@ -35,11 +36,11 @@ class BlockName:
 class BlockEvents(Protocol):
     """Hears what a worker's tiers hold. Called from any thread, also under locks: it only notes."""
 
-    def stored(self, tier: Tier, block: BlockName) -> None:
-        """``block`` can be found in ``tier`` from now on."""
+    def stored(self, tier: Tier, *blocks: BlockName) -> None:
+        """``blocks`` can be found in ``tier`` from now on."""
 
-    def removed(self, tier: Tier, block_hash: bytes) -> None:
-        """It can't any more."""
+    def removed(self, tier: Tier, *hashes: bytes) -> None:
+        """They can't any more."""
 
 
 class EvictionPolicy(Protocol):

@@ -57,18 +57,23 @@ class BlockLog:
     def __len__(self) -> int:
         return len(self._tiers)
 
-    def stored(self, tier: KvTier, block: BlockName) -> None:
+    def stored(self, tier: KvTier, *blocks: BlockName) -> None:
         """See :class:`workers.kv.api.BlockEvents`."""
+        bit = _BIT[tier]
         with self._lock:
-            bits = self._tiers.get(block.block_hash, 0)
-            self._parents[block.block_hash] = block.parent
-            self._set(block.block_hash, bits, bits | _BIT[tier])
+            for block in blocks:
+                block_hash = block.block_hash
+                bits = self._tiers.get(block_hash, 0)
+                self._parents[block_hash] = block.parent
+                self._set(block_hash, bits, bits | bit)
 
-    def removed(self, tier: KvTier, block_hash: bytes) -> None:
+    def removed(self, tier: KvTier, *hashes: bytes) -> None:
         """See :class:`workers.kv.api.BlockEvents`."""
+        bit = _BIT[tier]
         with self._lock:
-            bits = self._tiers.get(block_hash, 0)
-            self._set(block_hash, bits, bits & ~_BIT[tier])
+            for block_hash in hashes:
+                bits = self._tiers.get(block_hash, 0)
+                self._set(block_hash, bits, bits & ~bit)
 
     def _set(self, block_hash: bytes, was: int, now: int) -> None:
         if was == now:

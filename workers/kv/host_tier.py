@@ -149,8 +149,8 @@ class HostPool:
                 slot = self._filling.pop(block.block_hash)
                 entry = _Entry(block=block, slot=slot, checksum=checksum)
                 self._found[block.block_hash] = self._at[slot] = entry
-                if self._events is not None:
-                    self._events.stored("host", block)
+            if self._events is not None and filling.blocks:
+                self._events.stored("host", *filling.blocks)
         self._tally.add("host", "stored", len(filling.blocks))
         if filling.blocks:
             self.on_stored(filling.blocks)

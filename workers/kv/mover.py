@@ -31,6 +31,9 @@ _log = structlog.get_logger(__name__)
 MAX_DEMOTIONS = 8192  # blocks in the queue: 128k tokens; beyond that the thread can't follow
 _BATCH_BYTES = 4 << 20  # demoted between two looks for promotions: about a millisecond
 _MAX_BATCH = 64
+# What is demoted may wait so long for more: each wake of this thread takes the interpreter from the
+# engine's. A slot is rarely needed again so soon, and only a pool that is full needs it.
+_GATHER_S = 0.01
 
 
 class _Demotion(NamedTuple):
@@ -80,6 +83,7 @@ class BlockMover:
         self._promotions: deque[Promotion] = deque()
         self._ended: deque[Promotion] = deque()
         self._has_work = threading.Event()
+        self._is_urgent = threading.Event()  # somebody waits for it
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="kv-mover", daemon=False)
         self._batch = min(_MAX_BATCH, max(1, _BATCH_BYTES // self._memory.block_bytes))
@@ -105,7 +109,8 @@ class BlockMover:
             return
         generation = int(self._memory.generations[block])
         self._demotions.append(_Demotion(block, generation, name))
-        self._has_work.set()
+        if not self._has_work.is_set():
+            self._has_work.set()
 
     def promote(self, hashes: Sequence[bytes], blocks: Sequence[int]) -> Promotion:
         """Begin to copy ``hashes`` into ``blocks``, which are nobody's until it has ended. It may
@@ -114,6 +119,7 @@ class BlockMover:
         promotion = Promotion(hashes=tuple(hashes), blocks=tuple(blocks), pin=pin)
         self._promotions.append(promotion)
         self._has_work.set()
+        self._is_urgent.set()
         return promotion
 
     @property
@@ -138,6 +144,7 @@ class BlockMover:
         """End the thread when the copy that runs has ended. What waits is not done any more."""
         self._is_closing = True
         self._has_work.set()
+        self._is_urgent.set()
         if self._thread.ident is not None:
             self._thread.join()
 
@@ -156,7 +163,9 @@ class BlockMover:
     def _run(self) -> None:
         while not self._is_closing:
             self._has_work.wait()
+            self._is_urgent.wait(_GATHER_S)
             self._has_work.clear()
+            self._is_urgent.clear()
             while not self._is_closing and self.work():
                 pass
 

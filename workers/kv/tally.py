@@ -6,8 +6,6 @@ import threading
 from collections import Counter
 from typing import Literal
 
-from prometheus_client import Counter as Counted
-
 from infra.metrics import Metrics
 from workers.kv.api import Tier
 
@@ -24,32 +22,30 @@ Outcome = Literal[
 
 
 class TierTally:
-    """Counts blocks by tier and outcome. Thread-safe.
+    """Counts blocks by tier and outcome. Thread-safe."""
 
-    Args:
-        metrics: where the same is shown; None: nowhere.
-    """
-
-    def __init__(self, metrics: Metrics | None = None) -> None:
+    def __init__(self) -> None:
         self._counts: Counter[tuple[Tier, Outcome]] = Counter()
         self._total = 0
-        self._metrics = metrics
-        self._shown: dict[tuple[Tier, Outcome], Counted] = {}  # to find one by labels takes longer
+        self._shown: Counter[tuple[Tier, Outcome]] = Counter()
         self._lock = threading.Lock()
 
     def add(self, tier: Tier, outcome: Outcome, count: int = 1) -> None:
         """``count`` more blocks had this outcome."""
         if not count:
             return
-        key = (tier, outcome)
         with self._lock:
-            self._counts[key] += count
+            self._counts[tier, outcome] += count
             self._total += count
-        if self._metrics is not None:
-            shown = self._shown.get(key)
-            if shown is None:
-                shown = self._shown[key] = self._metrics.kv_tier_blocks.labels(*key)
-            shown.inc(count)
+
+    def show(self, metrics: Metrics) -> None:
+        """Bring what was counted since the last time into ``metrics``, from one thread. A step has
+        dozens of outcomes, and a metric takes as long as five of them."""
+        with self._lock:
+            counts = self._counts.copy()
+        for key, count in (counts - self._shown).items():
+            metrics.kv_tier_blocks.labels(*key).inc(count)
+        self._shown = counts
 
     @property
     def total(self) -> int:

@@ -51,7 +51,9 @@ class Tiers:
             self.disk.close()
 
     def show(self, metrics: Metrics, device: BlockStates) -> None:
-        """Set the gauges of every tier in memory, each from one count of all its blocks."""
+        """Set the gauges of every tier in memory, each from one count of all its blocks, and add
+        what has happened to blocks since the last time."""
+        self.tally.show(metrics)
         by_tier = {"device": asdict(device)}
         if self.host is not None:
             by_tier["host"] = asdict(self.host.counts())
@@ -77,7 +79,7 @@ def make_tiers(
     Raises:
         ConfigError: the disk's quota holds no block.
     """
-    tally = TierTally(metrics)
+    tally = TierTally()
     num_device = engine.info.num_blocks
     if engine.pool.num_blocks == num_device:
         engine.use_tiers(None, tally, events)

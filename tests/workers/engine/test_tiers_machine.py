@@ -41,12 +41,14 @@ class Heard:
     def __init__(self) -> None:
         self.held: dict[Tier, dict[bytes, bytes]] = {"device": {}, "host": {}}
 
-    def stored(self, tier: Tier, block: BlockName) -> None:
-        assert block.block_hash not in self.held[tier], "stored twice"
-        self.held[tier][block.block_hash] = block.parent
+    def stored(self, tier: Tier, *blocks: BlockName) -> None:
+        for block in blocks:
+            assert block.block_hash not in self.held[tier], "stored twice"
+            self.held[tier][block.block_hash] = block.parent
 
-    def removed(self, tier: Tier, block_hash: bytes) -> None:
-        del self.held[tier][block_hash]
+    def removed(self, tier: Tier, *hashes: bytes) -> None:
+        for block_hash in hashes:
+            del self.held[tier][block_hash]
 
 
 class TieredMachine(RuleBasedStateMachine):

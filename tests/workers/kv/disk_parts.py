@@ -98,14 +98,16 @@ class Heard:
         self.disk: dict[bytes, bytes] = {}
         self.lines: list[tuple[str, dict[str, Any]]] = []
 
-    def stored(self, tier: Tier, block: BlockName) -> None:
+    def stored(self, tier: Tier, *blocks: BlockName) -> None:
         assert tier == "disk"
-        assert block.block_hash not in self.disk
-        self.disk[block.block_hash] = block.parent
+        for block in blocks:
+            assert block.block_hash not in self.disk
+            self.disk[block.block_hash] = block.parent
 
-    def removed(self, tier: Tier, block_hash: bytes) -> None:
+    def removed(self, tier: Tier, *hashes: bytes) -> None:
         assert tier == "disk"
-        del self.disk[block_hash]
+        for block_hash in hashes:
+            del self.disk[block_hash]
 
     def info(self, event: str, **facts: Any) -> None:
         self.lines.append((event, facts))

@@ -35,14 +35,16 @@ class Events:
     def __init__(self) -> None:
         self.held: dict[bytes, bytes] = {}
 
-    def stored(self, tier: Tier, block: BlockName) -> None:
+    def stored(self, tier: Tier, *blocks: BlockName) -> None:
         assert tier == "host"
-        assert block.block_hash not in self.held, "stored twice"
-        self.held[block.block_hash] = block.parent
+        for block in blocks:
+            assert block.block_hash not in self.held, "stored twice"
+            self.held[block.block_hash] = block.parent
 
-    def removed(self, tier: Tier, block_hash: bytes) -> None:
+    def removed(self, tier: Tier, *hashes: bytes) -> None:
         assert tier == "host"
-        del self.held[block_hash]
+        for block_hash in hashes:
+            del self.held[block_hash]
 
 
 def make_tier(num_slots: int = 4, *, share: float = 1.0) -> tuple[HostPool, TierTally, Events]:
