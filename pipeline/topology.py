@@ -5,7 +5,8 @@
     same zone   the building's network
     else        whatever is between
 
-A label that is not said is nobody else's: two workers without labels are on one host, or far.
+A host stands in one rack, and a rack in one zone: where labels differ, equal names of hosts mean
+nothing. A label that is not said is nobody else's: without labels workers are on one host, or far.
 """
 
 from __future__ import annotations
@@ -35,11 +36,13 @@ class Links:
 
     def between(self, one: Where, other: Where) -> float:
         """The speed between two places."""
-        if one[0] == other[0]:
+        if one[2] != other[2]:
+            return self.other
+        if one[1] == other[1] and one[0] == other[0]:
             return self.host
-        if one[1] and one[1:] == other[1:]:
+        if one[1] == other[1] and one[1]:
             return self.rack
-        return self.zone if one[2] and one[2] == other[2] else self.other
+        return self.zone if one[2] else self.other
 
 
 def where(beat: Beat) -> Where:

@@ -213,6 +213,9 @@ def test_a_prompt_is_computed_where_decode_workers_are_near() -> None:
         (("a", "r", "y"), ("b", "r", "z"), 1.0),
         (("a", "q", "z"), ("b", "r", "z"), 2.5),
         (("a", "", ""), ("b", "", ""), 1.0),
+        (("a", "", "y"), ("a", "", "z"), 1.0),
+        (("a", "q", "z"), ("a", "r", "z"), 2.5),
+        (("a", "", "z"), ("b", "", "z"), 2.5),
     ],
 )
 def test_links_follow_labels(one: Any, other: Any, speed: float) -> None:
