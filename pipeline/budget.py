@@ -91,7 +91,7 @@ class Budget:
             return Admit(forecast=case.forecasted)
         unreachable = case.unreachable
         if unreachable is not None:
-            return degrade_unreachable(policy, unreachable)
+            return degrade_unreachable(ask, policy, unreachable)
         share = policy.share_of(ask.priority)
         enter, leave = share * policy.enter, share * policy.leave
         readings = case.readings()

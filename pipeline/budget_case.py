@@ -218,14 +218,17 @@ class Case:
             own_load: the limit beside the request's own part.
 
         Returns:
-            At most ``MAX_DRAIN_S``; None when nobody can tell: no worker is heard.
+            None when nobody can tell: no worker is heard. When no end of the decode load is in
+            sight (no answer has been seen, so none is expected to end), the time of the prefill
+            queue alone, which is certain; ``MAX_DRAIN_S`` without one.
         """
-        last, look = 0.0, max(_FIRST_LOOK_S, self._prefill_drain_s(limits, own_load))
-        if not math.isfinite(look):
+        flown_off_s = self._prefill_drain_s(limits, own_load)
+        if not math.isfinite(flown_off_s):
             return None
+        last, look = 0.0, max(_FIRST_LOOK_S, flown_off_s)
         while not self._fits(look, limits, own_load):
             if look >= MAX_DRAIN_S:
-                return MAX_DRAIN_S
+                return flown_off_s or MAX_DRAIN_S
             last, look = look, min(look * 1.5, MAX_DRAIN_S)
         for _ in range(_LOOKS if last else 0):
             middle = (last + look) / 2

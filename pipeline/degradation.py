@@ -2,7 +2,7 @@
 
 wait       until the budget is predicted to be under again, if that is within ``max_wait_s``
 clamp      fewer tokens, where memory or decode time is short and they would do
-fallback   another model answers
+fallback   another model answers; its own fallback is not asked
 refuse     429 with the time until the same request would be admitted
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from pipeline.budget_case import Case
 from pipeline.policy import Policy, Rung
-from pipeline.verdict import Clamp, Fallback, Refuse, Shortage, Verdict, Wait
+from pipeline.verdict import Ask, Clamp, Fallback, Refuse, Shortage, Verdict, Wait
 from schemas import subjects
 from schemas.errors import MeshError, OverBudget, SloUnreachable
 
@@ -63,9 +63,9 @@ def degrade(over: Overload) -> Verdict:
     return _refuse(over)
 
 
-def degrade_unreachable(policy: Policy, shortage: Shortage) -> Verdict:
+def degrade_unreachable(ask: Ask, policy: Policy, shortage: Shortage) -> Verdict:
     """Of a request whose times no idle worker could keep: only another model can help."""
-    if "fallback" in policy.rungs and policy.fallback:
+    if "fallback" in policy.rungs and policy.fallback and not ask.asked_model:
         return Fallback(model=policy.fallback, shortage=shortage)
     return Refuse(
         retry_after_s=None,
@@ -122,8 +122,8 @@ def _fits(over: Overload, max_tokens: int, limit: float) -> bool:
 
 
 def _fallback(over: Overload) -> Verdict | None:
-    if not over.policy.fallback:
-        return None
+    if not over.policy.fallback or over.case.ask.asked_model:
+        return None  # it is one already, and one step is enough
     return Fallback(model=over.policy.fallback, shortage=over.shortage)
 
 

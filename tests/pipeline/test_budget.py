@@ -224,6 +224,10 @@ def test_only_another_model_helps_against_times_that_are_too_short() -> None:
     )  # fmt: skip
     verdict = house.budget.judge(ask("long", num_prompt=3000))
     assert verdict == Fallback(model="small", shortage="ttft")
+    moved = {"asked_model": "big"}
+    assert isinstance(house.budget.judge(ask("long", num_prompt=3000, **moved)), Refuse)
+    fill(house, "r")
+    assert isinstance(house.budget.judge(ask("late", since_s=-60.0, **moved)), Refuse)
 
 
 def test_low_priority_is_refused_first() -> None:
