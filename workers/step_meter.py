@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from pipeline.cost_fit import (
@@ -43,6 +44,9 @@ _NOTHING: Final = (0, 0, 0, 0)
 _MEMORY_S = 900.0  # older steps say nothing of what the machine does now
 _LEARN_S = 2.0  # between two fits, each of which takes some milliseconds
 _FEWEST_NEW = 4  # steps since the last fit
+_FEWEST = 12  # samples of a part: a handful of live steps, with their noise, tell too little
+# A prompt, or the contexts of a batch, so large that it can't take what an empty step takes.
+_LEAST_TOKENS, _LEAST_BATCH, _LEAST_GROWTH = 1024, 64, 0.02
 _MOST_ERROR = 0.3  # mean relative error of a fit that is told to others
 _MOST_PACE = 20.0  # a profile that is further off is not this worker's
 
@@ -177,26 +181,31 @@ def _with_guess(fit: CostFit) -> StepCosts:
 
 
 def _good_fit(samples: Sequence[StepSample], others: StepCosts) -> CostFit | None:
-    """A fit with an error that is fit to be seen; a part whose error is not is one of ``others``.
-    None: that holds for both, or no part can be fitted."""
+    """A fit that is fit to be seen; a part that is not is one of ``others``. None: that holds for
+    both, or no part can be fitted."""
     try:
         fit = fit_costs(samples, others)
     except PoorSamples:
         return None
-    errors = {"prefill": fit.prefill_error, "decode": fit.decode_error}
-    good = tuple(part for part in fit.parts if errors[part] <= _MOST_ERROR)
+    good = tuple(part for part in fit.parts if _is_good(fit, part, samples))
     costs = fit.costs
     for part in PARTS:
         if part not in good:
             costs = with_part(costs, part, others)
-    if not good:
-        return None
-    return CostFit(
-        costs=costs,
-        parts=good,
-        prefill_error=fit.prefill_error,
-        decode_error=fit.decode_error,
-    )
+    return replace(fit, costs=costs, parts=good) if good else None
+
+
+def _is_good(fit: CostFit, part: Part, samples: Sequence[StepSample]) -> bool:
+    """Whether there were enough, it says what they took, and that much more takes longer."""
+    costs = fit.costs
+    if part == "prefill":
+        count, error = sum(one.num_tokens > 0 for one in samples), fit.prefill_error
+        base_ms, grows_ms = costs.prefill_base_ms, costs.prefill_token_ms * _LEAST_TOKENS
+    else:
+        count, error = sum(one.num_sequences > 0 for one in samples), fit.decode_error
+        base_ms, grows_ms = costs.decode_base_ms, costs.decode_sequence_ms * _LEAST_BATCH
+        grows_ms += costs.decode_context_ms * _LEAST_BATCH * _LEAST_TOKENS
+    return count >= _FEWEST and error <= _MOST_ERROR and grows_ms > _LEAST_GROWTH * base_ms
 
 
 def _samples(noted: Sequence[_Noted], since_s: float) -> list[StepSample]:

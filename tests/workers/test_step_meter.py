@@ -17,8 +17,10 @@ COSTS = StepCosts(
     decode_context_ms=1e-3,
     decode_sequence_ms=2.0,
 )
-PREFILLS = [(n, chunk_squares(0, n), 0, 0) for n in (20, 60, 120, 250, 500, 1000)]
-DECODES = [(0, 0, n * context, n) for n in (1, 2, 4, 8) for context in (100, 200)]
+PREFILLS = [
+    (n, chunk_squares(0, n), 0, 0) for n in (20, 30, 45, 60, 90, 120, 180, 250, 360, 500, 720, 1000)
+]
+DECODES = [(0, 0, n * context, n) for n in (1, 2, 4, 8) for context in (100, 200, 400)]
 
 
 class Clock:
@@ -83,7 +85,7 @@ def test_a_profile_counts_until_there_is_better() -> None:
     meter = StepMeter()
     meter.begin_with(profile(COSTS))
     assert (meter.costs, meter.profile) == (COSTS, "class")
-    metered(meter, PREFILLS[2:3] * 4, scaled(COSTS, 2.0))
+    metered(meter, PREFILLS[5:6] * 4, scaled(COSTS, 2.0))
     metered(meter, DECODES[:1] * 4, scaled(COSTS, 0.5))
     assert meter.learn() is None
     assert meter.costs is not None
@@ -107,11 +109,29 @@ def test_a_profile_of_other_hardware_is_not_stretched() -> None:
 
 def test_a_bad_fit_is_not_told() -> None:
     """Times that follow no such model give no costs; those of a profile stay at their pace."""
-    meter, times = StepMeter(("decode",)), (1.0, 0.01, 0.5, 0.02, 0.9, 0.01, 0.7, 0.03)
+    meter, times = StepMeter(("decode",)), (1.0, 0.01, 0.5, 0.02, 0.9, 0.01) * 2
     for shape, seconds in zip(DECODES, times, strict=True):
         meter.note(shape, seconds)
     assert meter.learn() is None
     assert meter.costs is None
+
+
+def test_a_fit_in_which_more_takes_no_longer_is_not_told() -> None:
+    """So few sizes, and so much noise, that nothing but a base comes out."""
+    meter = StepMeter(("decode",))
+    for shape in DECODES:
+        meter.note(shape, 0.02)
+    assert meter.learn() is None
+    assert meter.costs is None
+
+
+def test_a_few_steps_are_not_enough() -> None:
+    """However well they fit."""
+    meter = StepMeter(("prefill",))
+    metered(meter, PREFILLS[:11])
+    assert meter.learn() is None
+    metered(meter, PREFILLS[11:])
+    assert meter.learn() is not None
 
 
 def test_long_decoding_does_not_make_it_forget_prompts() -> None:
@@ -122,7 +142,7 @@ def test_long_decoding_does_not_make_it_forget_prompts() -> None:
         metered(meter, [(0, 0, 5000, 9)] * 500)
         metered(meter, [(100, 10_000, 5000, 9)] * 500)
         meter.learn()
-    assert len(meter.samples()) == len(PREFILLS) + len(DECODES) + 8 + 64
+    assert len(meter.samples()) <= len(PREFILLS) + len(DECODES) + 8 + 64
     fit = meter.learn()
     assert fit is not None
     assert fit.parts == ("prefill", "decode")
