@@ -26,10 +26,11 @@ from pipeline.fleet import Fleet
 from pipeline.index_feed import IndexFeed
 from pipeline.outlook import Outlook
 from pipeline.placed_feed import PlacedFeed
-from pipeline.placement import RouteSettings, make_placement
+from pipeline.placement import Decision, make_placement
 from pipeline.policy import Policies
 from pipeline.prefixes import Prefixes
 from pipeline.radix_index import RadixIndex
+from pipeline.route_settings import RouteSettings
 from schemas.control import Beat, Placed
 from schemas.tokens import ChainEntry, Claim, StreamEnd
 
@@ -65,7 +66,7 @@ class Decisions:
             settings=settings,
             process=ctx.process,
             on_placed=self.placed_feed.say,
-            on_decision=lambda role, reason: ctx.metrics.placements.labels(role, reason).inc(),
+            on_decision=lambda decision: _note(ctx, decision),
         )
         self.door = Doorkeeper(
             self.fleet,
@@ -84,8 +85,7 @@ class Decisions:
         self.index_feed.hear_beat(beat)
         now_s = time.monotonic()
         self.outlook.hear_beat(beat, now_s)
-        if beat.worker:
-            self.door.hear_beat()
+        self.door.hear_beat()  # whosever: by the silence of workers, too, it may be who goes
         self._meter.show(self.budget, self._pools, now_s)
 
     def _pools(self) -> set[str]:
@@ -119,3 +119,19 @@ class Decisions:
         self.outlook.hear_placed(placed, now_s)
         self.budget.hear_placed(placed, now_s)
         self.door.hear_placed(placed)
+
+
+def _note(ctx: RoleContext, decision: Decision) -> None:
+    """Why a task goes where it goes."""
+    place = decision.place
+    ctx.metrics.placements.labels(decision.role, place.reason).inc()
+    ctx.log.debug(
+        "task_placed",
+        request_id=decision.request_id,
+        role=decision.role,
+        worker=place.worker,
+        reason=place.reason,
+        wait_ms=round(place.wait_ms, 1),
+        prefill_ms=round(place.prefill_ms, 1),
+        num_cached=place.num_cached,
+    )
