@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -154,3 +155,13 @@ def test_without_a_file_nothing_is_promised() -> None:
     file = PolicyFile(None, make_logger("test"), models=lambda: ())
     file.refresh()
     assert file.of("any") == Policy()
+
+
+def test_the_readmes_file_is_one() -> None:
+    """The example can be used as it stands by a mesh of its two models."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    found = re.search(r"<!-- test: policies -->\n```toml\n(.*?)```", readme, re.DOTALL)
+    assert found
+    policies = parse_policies(found[1].encode(), "README.md", ("llama-70b", "llama-8b"))
+    assert policies.of("llama-70b").fallback == "llama-8b"
+    assert policies.of("llama-8b").rungs == ("wait", "refuse")
