@@ -52,13 +52,18 @@ _ORPHAN_GRACE_S = 2.0  # the broker went with the supervisor, as a rule: there i
 _HARD_EXIT_S = 1.0  # between asking a drain to stop and the kernel's alarm
 
 
+async def find_nothing_out() -> None:
+    """Nothing to find out before a beat."""
+
+
 @dataclass(slots=True, kw_only=True)
 class RoleContext:
     """What a role's body works with.
 
     The body calls :meth:`ready` once it serves, may set further checks on ``health``, replaces
-    ``describe`` to add its own facts to each beat, starts helpers in ``tasks``, and returns some
-    time after ``draining`` is set. Helpers that still run then are cancelled.
+    ``describe`` to add its own facts to each beat and ``before_beat`` to find them out, starts
+    helpers in ``tasks``, and returns some time after ``draining`` is set. Helpers that still run
+    then are cancelled.
     """
 
     process: str  # <kind>-<name>-<nonce>: never used twice
@@ -71,7 +76,9 @@ class RoleContext:
     tasks: asyncio.TaskGroup = field(init=False)
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     describe: Callable[[Beat], Beat] = lambda beat: beat
+    before_beat: Callable[[], Awaitable[None]] = find_nothing_out  # or beats come late
     health_port: int = 0
+    host: str = field(default_factory=socket.gethostname)
     started_unix_ms: int = field(default_factory=lambda: int(time.time() * 1000))
 
     def ready(self) -> None:
@@ -91,7 +98,7 @@ class RoleContext:
             process=self.process,
             kind=self.kind,
             state=state or ("ready" if self.health.is_ready else "starting"),
-            host=socket.gethostname(),
+            host=self.host,
             pid=os.getpid(),
             started_unix_ms=self.started_unix_ms,
             health_port=self.health_port,
@@ -167,6 +174,7 @@ async def beat_for_ever(ctx: RoleContext) -> None:
     while True:
         ctx.health.set("bus", ctx.bus.is_connected, "broker not reachable")
         ctx.health.changed.clear()
+        await ctx.before_beat()
         await say_beat(ctx, ctx.beat())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_until_beat_s(ctx.times)):

@@ -29,6 +29,9 @@ from workers.kv.prefix import make_prefetch
 from workers.kv.tiers import Tiers, make_tiers
 from workers.readiness import Readiness
 
+_OnReport = Callable[[StepReport], None]
+_OnFatal = Callable[[Exception], None]
+
 
 def _nobody(report: StepReport) -> None:
     """Whoever wanted this is gone, and has had its requests released."""
@@ -71,6 +74,7 @@ async def running_host(
     disk: DiskPlan | None = None,
     transports: TransportPlan = SHM_ONLY,
     pools: PoolReader | None = None,
+    make_thread: Callable[[Engine, _OnReport, _OnFatal], EngineThread] = EngineThread,
 ) -> AsyncIterator[Host]:
     """A host from its engine's thread to its pool's door; everything is closed at the end.
 
@@ -82,6 +86,7 @@ async def running_host(
         disk: where blocks are kept over restarts; None: nowhere.
         transports: how KV goes to other workers, and comes from them.
         pools: what reads from workers of this host, where several hosts share it.
+        make_thread: makes what the engine's steps are made on.
 
     Raises:
         EngineFailed: the engine broke; it needs a new process.
@@ -97,7 +102,7 @@ async def running_host(
     tiers = make_tiers(
         engine, metrics, events=events, evicted_share=evicted_share, disk=disk, log=log
     )
-    thread = EngineThread(engine, lambda report: host.listener(report), on_fatal)
+    thread = make_thread(engine, lambda report: host.listener(report), on_fatal)
     leases = LeaseBook()
     async with AsyncExitStack() as stack:
         stack.callback(engine.pool.close)

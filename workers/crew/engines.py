@@ -9,6 +9,7 @@ from infra.model_folder import open_model_folder
 from pipeline.cost_model import scaled
 from schemas.subjects import served
 from workers.crew.plan import CrewWorker
+from workers.crew.steps import NotedClock
 from workers.engine.engine import Engine
 from workers.engine.scheduler import EngineConfig
 from workers.engine.simulated import AnswerTokens, build_simulated
@@ -31,19 +32,23 @@ class CrewEngines:
         """The ``<model@rev>`` of all of them."""
         return served(self._config.model.name, self._facts.revision)
 
-    def make(self, worker: CrewWorker) -> Engine:
-        """The engine of one worker, without a host tier."""
-        return build_simulated(
+    def make(self, worker: CrewWorker, clock: NotedClock) -> Engine:
+        """The engine of one worker. Its steps wait for nothing: ``clock`` is told when they end."""
+        engine = build_simulated(
             self._facts.path,
             answers=self._answers,
             num_blocks=worker.num_blocks,
+            num_host_blocks=worker.num_host_blocks,
             block_size=self._config.block_size,
             context_length=self._facts.context_length,
             eos_token_ids=self._facts.eos_token_ids,
             costs=scaled(worker.costs, 1 / self._config.speed),
             token_bytes=worker.kv_token_bytes,
+            clock=clock,
             config=EngineConfig(
                 max_num_sequences=worker.max_num_sequences,
                 max_batch_tokens=worker.max_batch_tokens,
             ),
         )
+        engine.pace.clock = clock.read
+        return engine

@@ -1,4 +1,4 @@
-"""What each worker of a crew has done so far, in a file that is written anew again and again.
+"""What each worker of a crew has done so far, in a file that is written anew when asked for.
 
 All of it counts from the start of the process; who wants a part of the time takes the difference
 of two readings.
@@ -7,7 +7,9 @@ of two readings.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +19,7 @@ import msgspec
 from infra.metrics import Metrics
 from schemas.errors import ConfigError
 
-WRITE_S = 1.0
+WRITE_S = 10.0  # a millisecond per worker
 _NAMES = (
     "mesh_step_seconds_sum",
     "mesh_step_seconds_count",
@@ -36,6 +38,7 @@ class WorkerFigures(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     role: str
     busy_s: float = 0.0
+    late_s: float = 0.0  # that steps began later than they could have: the machine was too slow
     num_steps: int = 0
     num_requests: int = 0  # claimed here
     generated_tokens: int = 0
@@ -48,6 +51,7 @@ class WorkerFigures(msgspec.Struct, frozen=True, kw_only=True):
             name=self.name,
             role=self.role,
             busy_s=self.busy_s - before.busy_s,
+            late_s=self.late_s - before.late_s,
             num_steps=self.num_steps - before.num_steps,
             num_requests=self.num_requests - before.num_requests,
             generated_tokens=self.generated_tokens - before.generated_tokens,
@@ -66,8 +70,8 @@ class CrewFigures(msgspec.Struct, frozen=True, kw_only=True):
     workers: tuple[WorkerFigures, ...]
 
 
-def figures_of(name: str, role: str, metrics: Metrics) -> WorkerFigures:
-    """A worker's figures, out of its metrics."""
+def figures_of(name: str, role: str, metrics: Metrics, late_s: float = 0.0) -> WorkerFigures:
+    """A worker's figures, out of its metrics, and what its steps were late in all."""
     sums: dict[str, float] = dict.fromkeys(_NAMES, 0.0)
     prompt: dict[str, int] = {}
     num_requests = 0
@@ -83,6 +87,7 @@ def figures_of(name: str, role: str, metrics: Metrics) -> WorkerFigures:
         name=name,
         role=role,
         busy_s=sums["mesh_step_seconds_sum"],
+        late_s=late_s,
         num_steps=int(sums["mesh_step_seconds_count"]),
         num_requests=num_requests,
         generated_tokens=int(sums["mesh_tokens_generated_total"]),
@@ -92,16 +97,23 @@ def figures_of(name: str, role: str, metrics: Metrics) -> WorkerFigures:
 
 
 async def write_for_ever(path: Path, workers: Callable[[], Sequence[WorkerFigures]]) -> None:
-    """Write ``path`` every second, and once more when cancelled.
+    """Write ``path`` at once, whenever this process gets SIGUSR1, every ten seconds, and once more
+    when cancelled.
 
     Raises:
         ConfigError: it can't be written.
     """
+    asked, loop = asyncio.Event(), asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGUSR1, asked.set)
     try:
         while True:
+            asked.clear()
             _write(path, workers())
-            await asyncio.sleep(WRITE_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(WRITE_S):
+                    await asked.wait()
     finally:
+        loop.remove_signal_handler(signal.SIGUSR1)
         _write(path, workers())
 
 

@@ -27,10 +27,12 @@ class CrewWorker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     role: Literal["prefill", "decode", "both"]
     costs: StepCosts
     num_blocks: int  # of its KV cache
+    num_host_blocks: int = 0  # of a tier in host memory
     max_num_sequences: int = 64
     max_batch_tokens: int = 512
     profile: str = ""  # the WorkerProfile that its costs are from
     kv_token_bytes: int = 0  # of what it stands for: its own KV has 8 bytes per token
+    host: str = ""  # that others are told; "": this one
     rack: str = ""
     zone: str = ""
 
@@ -87,7 +89,12 @@ def _check(crew: Crew, path: Path) -> None:
 
 
 def _fault(worker: CrewWorker) -> str | None:
-    for field, least in (("num_blocks", 1), ("max_num_sequences", 1), ("kv_token_bytes", 0)):
+    for field, least in (
+        ("num_blocks", 1),
+        ("num_host_blocks", 0),
+        ("max_num_sequences", 1),
+        ("kv_token_bytes", 0),
+    ):
         if (value := getattr(worker, field)) < least:
             return f"{field}: {value} is less than {least}"
     if worker.max_batch_tokens < worker.max_num_sequences:

@@ -1,7 +1,7 @@
 """A process of many workers: ``mesh worker --crew FILE``.
 
     the process     one connection, one loop, one reader of other workers' pools, a beat of its own
-    each worker     a process id, beats, an engine with its thread, a KV pool with its door, metrics
+    each worker     a process id, beats, an engine, a KV pool with its door, metrics
                     and worker ids of its own: to the rest of the mesh it is as if it were alone
 
 A SIGTERM to the process, or an order to it, drains all of them; an order to one drains that one.
@@ -11,8 +11,9 @@ A SIGKILL takes them all at once.
 from __future__ import annotations
 
 import asyncio
-import sys
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from infra.bus import Msg
 from infra.config import WorkerConfig
@@ -30,10 +31,9 @@ from workers.crew.engines import CrewEngines
 from workers.crew.figures import WorkerFigures, figures_of, write_for_ever
 from workers.crew.plan import CrewWorker, read_crew
 from workers.crew.pools import CommonReader
+from workers.crew.steps import BookChecks, NotedClock, StepsOnLoop
 from workers.host import running_host
 from workers.service import serve
-
-_SWITCH_S = 0.0005  # an engine whose step is over waits so long for the loop's thread, not 5 ms
 
 
 async def serve_crew(ctx: RoleContext, config: WorkerConfig) -> None:
@@ -47,9 +47,9 @@ async def serve_crew(ctx: RoleContext, config: WorkerConfig) -> None:
     assert config.crew is not None, "asked before"
     crew = read_crew(config.crew)
     engines = await asyncio.to_thread(CrewEngines, config)
-    sys.setswitchinterval(_SWITCH_S)
     with CommonReader(ctx.times.beat_s) as pools:
-        members = [Member(ctx, config, worker, pools) for worker in crew]
+        checks = BookChecks()
+        members = [Member(ctx, config, worker, pools, checks) for worker in crew]
         async with task_scope() as helpers:
             if config.crew_figures is not None:
                 figures = write_for_ever(
@@ -67,12 +67,19 @@ class Member:
     """One worker of a crew."""
 
     def __init__(
-        self, crew: RoleContext, config: WorkerConfig, worker: CrewWorker, pools: PoolReader
+        self,
+        crew: RoleContext,
+        config: WorkerConfig,
+        worker: CrewWorker,
+        pools: PoolReader,
+        checks: BookChecks,
     ) -> None:
         self.process = new_process_id("worker", worker.name)
         self._worker = worker
         self._pools = pools
+        self._checks = checks
         self._config = _config_of(config, worker)
+        self._steps: StepsOnLoop | None = None
         self._log: Logger = crew.log.bind(process=self.process)
         self._ctx = RoleContext(
             process=self.process,
@@ -83,6 +90,7 @@ class Member:
             metrics=Metrics(),
             log=self._log,
             health_port=crew.health_port,
+            host=worker.host or crew.host,
         )
         self._ctx.health.set("worker", False, "starting")
 
@@ -98,7 +106,8 @@ class Member:
 
     def figures(self) -> WorkerFigures:
         """What it has done."""
-        return figures_of(self._worker.name, self._worker.role, self._ctx.metrics)
+        late_s = 0.0 if self._steps is None else self._steps.late_s
+        return figures_of(self._worker.name, self._worker.role, self._ctx.metrics, late_s)
 
     async def run(self, engines: CrewEngines) -> None:
         """Be a worker until drained.
@@ -111,19 +120,28 @@ class Member:
         try:
             async with task_scope() as tasks, task_scope() as ctx.tasks:
                 tasks.create_task(beat_for_ever(ctx), name="beats")
+                clock = NotedClock()
                 async with running_host(
-                    engines.make(self._worker),
+                    engines.make(self._worker, clock),
                     engines.served,
                     self.process,
                     ctx.metrics,
                     self._log,
                     transports=self._config.transports,
                     pools=self._pools,
+                    make_thread=self._make_steps(clock),
                 ) as host:
                     await serve(ctx, self._config, host)
         finally:
             await say_beat(ctx, ctx.beat("gone"))
             await orders.unsubscribe()
+
+    def _make_steps(self, clock: NotedClock) -> Callable[..., StepsOnLoop]:
+        def make(*args: Any) -> StepsOnLoop:
+            self._steps = StepsOnLoop(*args, clock=clock, checks=self._checks)
+            return self._steps
+
+        return make
 
     def _hear_order(self, message: Msg) -> None:
         try:
@@ -146,7 +164,9 @@ def _config_of(config: WorkerConfig, worker: CrewWorker) -> WorkerConfig:
         role=worker.role,
         max_num_sequences=worker.max_num_sequences,
         max_batch_tokens=worker.max_batch_tokens,
-        kv_host_memory=0,
+        rack=worker.rack,
+        zone=worker.zone,
+        profile=None,
     )
 
 

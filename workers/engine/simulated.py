@@ -97,6 +97,22 @@ def _draw(scheduled: ScheduledSequence) -> tuple[int, int, int]:
     return seed, scheduled.index, scheduled.token_number
 
 
+class StepClock:
+    """When a step begins, and the waiting for its end: in real time."""
+
+    def begin(self) -> float:
+        """When the step that is computed now began, on the monotonic clock."""
+        return time.monotonic()
+
+    def end(self, end_s: float) -> None:
+        """The step is over at ``end_s``; returns then, or at once where computing took longer."""
+        if (left_s := end_s - time.monotonic()) > 0:
+            time.sleep(left_s)
+
+
+_REAL_TIME: Final = StepClock()
+
+
 class SimulatedRunner(InSharedPool):
     """Implements :class:`workers.engine.api.Runner` over a pool of 8-byte entries.
 
@@ -105,16 +121,23 @@ class SimulatedRunner(InSharedPool):
             ``info.num_blocks``.
         token_ids: what answers are made of, apart from the end.
         costs: how long its steps take.
+        clock: what they take it on.
     """
 
     def __init__(
-        self, pool: SharedPool, info: EngineInfo, token_ids: Seq[int], costs: StepCosts
+        self,
+        pool: SharedPool,
+        info: EngineInfo,
+        token_ids: Seq[int],
+        costs: StepCosts,
+        clock: StepClock = _REAL_TIME,
     ) -> None:
         self.info = info
         self._pool = pool
         self._token_ids = tuple(token_ids)
         self._eos = min(info.eos_token_ids) if info.eos_token_ids else None
         self._costs = costs
+        self._clock = clock
         self._block_size = info.block_size
         self._slots = pool.slots[: info.num_blocks]
         self._entries = self._slots.reshape(-1).data.cast("Q")
@@ -123,10 +146,9 @@ class SimulatedRunner(InSharedPool):
 
     def execute(self, batch: Seq[ScheduledSequence]) -> list[Sampled]:
         """Compute the batch; one result per sequence that samples, in batch order."""
-        end_s = time.monotonic() + batch_ms(self._costs, batch) / 1e3
+        end_s = self._clock.begin() + batch_ms(self._costs, batch) / 1e3
         sampled = [one for one in self._compute(batch) if one is not None]
-        if (left_s := end_s - time.monotonic()) > 0:
-            time.sleep(left_s)
+        self._clock.end(end_s)
         return sampled
 
     def copy_block(self, source: int, target: int) -> None:
@@ -301,6 +323,7 @@ def build_simulated(
     eos_token_ids: frozenset[int] | None = None,
     costs: StepCosts = DEFAULT_COSTS,
     token_bytes: int = 0,
+    clock: StepClock = _REAL_TIME,
     config: EngineConfig | None = None,
 ) -> Engine:
     """A simulated engine that answers in the tokens of ``tokenizer_folder``.
@@ -312,6 +335,7 @@ def build_simulated(
         eos_token_ids: None: the tokenizer's own ``eos_token``, if it names one.
         costs: how long its steps take; the engine says so of itself.
         token_bytes: of KV, as others are to be told; 0: the 8 that it has.
+        clock: what its steps take their time on.
 
     Raises:
         ModelUnsupported: the folder has no usable tokenizer.
@@ -333,7 +357,7 @@ def build_simulated(
         simulated_token_bytes=token_bytes,
     )
     pool = SharedPool(num_blocks + num_host_blocks, info.block_bytes)
-    runner = SimulatedRunner(pool, info, answers.token_ids, costs)
+    runner = SimulatedRunner(pool, info, answers.token_ids, costs, clock)
     return Engine(runner, pool, vocabulary, config, StepMeter.of_known(costs))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -45,8 +46,14 @@ def test_a_part_of_the_time_is_a_difference() -> None:
     assert part.prompt_tokens == {"computed": 0, "device": 0, "host": 4}
 
 
-async def test_the_file_is_whole_and_last_written_at_the_end(tmp_path: Path) -> None:
-    """A reader finds the state of the last second; after the end, that of the end."""
+def tokens_in(path: Path) -> list[int]:
+    found = read_figures(path)
+    assert found is not None
+    return [one.generated_tokens for one in found.workers]
+
+
+async def test_the_file_is_whole_and_written_when_asked_for_and_at_the_end(tmp_path: Path) -> None:
+    """A reader who wants to know it now sends SIGUSR1."""
     path, metrics = tmp_path / "figures.json", Metrics()
     assert read_figures(path) is None
     async with asyncio.TaskGroup() as tasks:
@@ -56,11 +63,14 @@ async def test_the_file_is_whole_and_last_written_at_the_end(tmp_path: Path) -> 
         async with asyncio.timeout(60):
             while read_figures(path) is None:
                 await asyncio.sleep(0)
-        metrics.tokens_generated.inc(5)
+        metrics.tokens_generated.inc(3)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        async with asyncio.timeout(60):
+            while tokens_in(path) != [3]:
+                await asyncio.sleep(0)
+        metrics.tokens_generated.inc(2)
         writing.cancel()
-    found = read_figures(path)
-    assert found is not None
-    assert [one.generated_tokens for one in found.workers] == [5]
+    assert tokens_in(path) == [5]
     assert os.listdir(tmp_path) == ["figures.json"]
 
 
