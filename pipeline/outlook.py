@@ -7,9 +7,10 @@
                     ended. An answer takes the mean length of those seen, at the present step time:
                     a prediction for the whole pool, not for each request (Mooncake, section 7)
 
-What was placed stays in the account until a beat that follows its claim, for then the worker
-itself has counted it; without a claim until it is two beats old (a claim was missed, the request
-ended on the way), so nothing stays for ever. A restarted router needs one beat of each worker.
+What was placed stays in the account until a beat whose load was measured after its claim, for then
+the worker itself has counted it; without a claim until it is two beats old (a claim was missed, the
+request ended on the way), so nothing stays for ever. A restarted router needs one beat of each
+worker.
 """
 
 from __future__ import annotations
@@ -42,7 +43,11 @@ class _Sent:
     prefill_ms: float
     num_tokens: int
     sent_s: float
-    is_claimed: bool = False
+    claimed_s: float | None = None
+
+    def is_told(self, load_s: float) -> bool:
+        """Whether a load that was measured at ``load_s`` counts it."""
+        return self.claimed_s is not None and self.claimed_s <= load_s
 
 
 @dataclass(slots=True)
@@ -51,6 +56,7 @@ class _Known:
 
     beat: Beat
     heard_s: float
+    load_s: float  # when its load was measured
     sent: dict[str, _Sent] = field(default_factory=dict)  # by request
 
 
@@ -99,18 +105,19 @@ class Outlook:
         known = self._known.get(beat.worker)
         if known is None:
             self._forget(now_s)
-            known = self._known[beat.worker] = _Known(beat, now_s)
+            known = self._known[beat.worker] = _Known(beat, now_s, now_s)
         if known.beat.served != beat.served:
             self.table(known.beat.served).drop(beat.worker)
         known.beat, known.heard_s = beat, now_s
+        known.load_s = now_s - beat.load.age_ms / 1000
         known.sent = {
             request_id: sent
             for request_id, sent in known.sent.items()
-            if not sent.is_claimed and now_s - sent.sent_s < 2 * self._beat_s
+            if not sent.is_told(known.load_s) and now_s - sent.sent_s < 2 * self._beat_s
         }
         self.table(beat.served).put(beat, now_s)
-        for sent in known.sent.values():
-            self._count(beat, sent, now_s)
+        for sent in known.sent.values():  # as of when it was sent: some of it is done by now
+            self._count(beat, sent, max(sent.sent_s, known.load_s))
 
     def hear_placed(self, placed: Placed, now_s: float) -> None:
         """A router, this one or another, gave a request to a worker by name."""
@@ -137,7 +144,7 @@ class Outlook:
                 took_ms = prefill_ms(known.beat.costs, claim.num_tokens)
             sent = _Sent(claim.served, claim.role, took_ms, claim.num_tokens, now_s)
             self._send(claim.worker, claim.request_id, sent, now_s)
-        sent.is_claimed = True
+        sent.claimed_s = now_s
 
     def hear_end(self, request_id: str, num_tokens: int | None, now_s: float) -> None:
         """A request ended; ``num_tokens`` of all its choices, None when it was cut off."""
@@ -228,7 +235,8 @@ class Outlook:
         if row is None:
             return
         table.add("since", row, 1)
-        table.add("slots", row, -1)
+        if sent.claimed_s is None or sent.claimed_s > float(table.column("heard_s")[row]):
+            table.add("slots", row, -1)
         if sent.role == "prefill":
             wait_ms = float(table.column("wait_ms")[row])
             passed_ms = 1000 * max(0.0, now_s - float(table.column("wait_s")[row]))
@@ -257,7 +265,7 @@ class Outlook:
         return _Batch(
             num_old=load.num_running if "decode" in beat.roles else 0,
             context_tokens=load.context_tokens,
-            passed_s=at_s - known.heard_s,
+            passed_s=at_s - known.load_s,
             num_new=len(joined) + num_coming,
             tokens_new=sum(sent.num_tokens for sent in joined) + tokens_coming,
             answer_tokens=self._lengths.mean(beat.served),

@@ -212,7 +212,7 @@ def _facts(beat: Beat, now_s: float) -> tuple[float, ...]:
     return (
         now_s,
         load.waiting_ms,
-        now_s,
+        now_s - load.age_ms / 1000,
         load.num_waiting,
         load.waiting_tokens,
         load.num_running,

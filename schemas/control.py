@@ -23,6 +23,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     waiting_tokens: int = 0  # prompt tokens not computed yet
     waiting_ms: float = 0.0  # how long they will take, by its own costs; 0 without
     context_tokens: int = 0  # of the sequences that decode, together
+    age_ms: float = 0.0  # how long ago all this was so, but for the free slots: these are of now
 
 
 class Beat(Message, frozen=True, kw_only=True, tag="beat/1"):

@@ -48,6 +48,7 @@ _TOLD_S = 0.8  # of the grace time: when a drain gives back what has not ended
 _FLUSHED_S = 0.05  # of it: for the tokens written by then
 _GIVEN_BACK_S = 0.1  # of it: for the tasks that place requests again
 _LEAST_NEWS_S = 0.05  # between two beats that come early
+_ANSWER_S = 0.05  # that a beat waits for the engine to say how busy it is
 _MAX_WAITING_PREFILLS = 16  # without a token so far: in the shared queue others may take them
 
 
@@ -68,6 +69,9 @@ class Incarnation:
         self._changed = asyncio.Event()
         self._news = asyncio.Event()
         self._said = Load()  # with the last beat
+        self._is_asked = asyncio.Event()  # how busy the engine is
+        self._is_fresh = asyncio.Event()  # it has answered since
+        self._measured_s = time.monotonic()
         self._ran_s = time.monotonic()  # when the watchdog was last seen to run
         info = host.engine.info
         metrics, log = ctx.metrics, ctx.log
@@ -106,7 +110,10 @@ class Incarnation:
         """Our facts in a heartbeat."""
         info = self._host.engine.info
         free = self._free_slots()
-        load = msgspec.structs.replace(self._host.load, num_free_slots=max(0, free))
+        age_ms = max(0.0, 1000 * (time.monotonic() - self._measured_s))
+        load = msgspec.structs.replace(
+            self._host.load, num_free_slots=max(0, free), age_ms=round(age_ms, 1)
+        )
         self._show(load)
         self._said = load
         return msgspec.structs.replace(
@@ -245,6 +252,7 @@ class Incarnation:
             self._host.load = msgspec.structs.replace(
                 self._host.load, num_waiting=0, waiting_tokens=0, waiting_ms=0.0
             )
+            self._measured_s = time.monotonic()
             self._news.set()
         elif not said.num_free_slots and self._free_slots() > 0:
             self._news.set()
@@ -314,24 +322,44 @@ class Incarnation:
             self._offers.drop(claimed)
             self._claims.settle(claimed)
 
+    async def measured(self) -> None:
+        """Let the engine be asked how busy it is, and wait for its answer; not for long: it answers
+        between two steps, and a beat says how old it is."""
+        self._is_fresh.clear()
+        self._is_asked.set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(_ANSWER_S, self._bus.times.beat_s / 4)):
+                await self._is_fresh.wait()
+
     async def _measure(self) -> None:
-        """Ask the engine how busy it is, between its steps. An idle one with whose blocks nothing
-        has happened is left alone: it checks its books after a second of peace."""
+        """Ask the engine how busy it is, whenever a beat is due, or nobody has beaten for so long.
+        An idle one with whose blocks nothing has happened is left alone: it checks its books after
+        a second of peace."""
         num_seen, tally = -1, self._host.tiers.tally
         while True:
-            await next_pulse(self._bus.times.beat_s / 2)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._bus.times.beat_s):
+                    await self._is_asked.wait()
+            self._is_asked.clear()
             load = self._host.load
             is_empty = load.num_blocks and load.num_blocks == load.num_free_blocks
             is_idle = is_empty and not load.num_waiting and not self._claims.num_owed
             if is_idle and tally.total == num_seen:
-                continue
-            num_seen = tally.total
-            with contextlib.suppress(TimeoutError):  # a long step; the watchdog knows when too long
-                async with asyncio.timeout(self._config.max_step_s):
-                    self._host.load, self._host.blocks = await self._host.thread.call(
-                        lambda engine: (engine.load(), engine.block_states())
-                    )
+                self._measured_s = time.monotonic()
+                self._is_fresh.set()
+            else:
+                num_seen = tally.total
+                await self._ask_engine()
             await self._learn()
+
+    async def _ask_engine(self) -> None:
+        with contextlib.suppress(TimeoutError):  # a long step; the watchdog knows when too long
+            async with asyncio.timeout(self._config.max_step_s):
+                self._host.load, self._host.blocks = await self._host.thread.call(
+                    lambda engine: (engine.load(), engine.block_states())
+                )
+                self._measured_s = time.monotonic()
+                self._is_fresh.set()
 
     async def _learn(self) -> None:
         """What the engine's steps cost, when it has made some. Beside the loop: it takes as long as

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 
 from infra.config import WorkerConfig
-from infra.process import RoleContext
+from infra.process import RoleContext, find_nothing_out
 from infra.task_scope import task_scope
 from schemas.control import Beat
 from workers.factory import build_engine
@@ -57,10 +57,11 @@ async def serve(ctx: RoleContext, config: WorkerConfig, host: Host) -> None:
         ctx.ready()
         while not ctx.draining.is_set():
             incarnation = Incarnation(ctx, config, host)
-            ctx.describe = incarnation.describe
+            ctx.describe, ctx.before_beat = incarnation.describe, incarnation.measured
             ctx.health.changed.set()  # beat under the new id at once, before its first claim
             await incarnation.run()
             if host.readiness.is_engine_stuck and not ctx.draining.is_set():
+                ctx.before_beat = find_nothing_out
                 ctx.describe = _nobody  # the id is given up, and there is no other yet
                 await host.readiness.until_engine_moves(ctx.draining, ctx.times)
 

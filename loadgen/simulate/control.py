@@ -20,10 +20,11 @@ from pipeline.budget import Budget
 from pipeline.fleet import Fleet
 from pipeline.index_book import IndexBook
 from pipeline.outlook import Outlook
-from pipeline.placement import RouteSettings, make_placement
+from pipeline.placement import make_placement
 from pipeline.policy import FixedPolicies, Policy
 from pipeline.prefixes import Prefixes
 from pipeline.radix_index import RadixIndex
+from pipeline.route_settings import RouteSettings
 from pipeline.topology import Links
 from schemas.control import Beat, Placed
 from schemas.kv import KvHandle, KvReady

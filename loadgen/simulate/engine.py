@@ -406,6 +406,14 @@ class VirtualEngine:
         """Sequences in the batch."""
         return len(self.batch) + len(self.prefilling)
 
+    def busy_until_s(self, now_s: float) -> float:
+        """When the step ends that computes prompts; ``now_s`` where there is none. Steps that only
+        decode are short."""
+        plan = self._plan
+        if plan is None or plan.run is None or not plan.chunks:
+            return now_s
+        return max(now_s, plan.run.end_s)
+
     def load(self, now_s: float, num_free_slots: int) -> Load:
         """How busy it is, steps that are over by now included."""
         run = None if self._plan is None else self._plan.run

@@ -25,6 +25,8 @@ from schemas.tokens import Claim
 
 M = TypeVar("M")
 
+_ANSWER_S = 0.05  # that a beat waits for the engine
+
 
 class SimulatedMesh:
     """One run's fleet.
@@ -137,9 +139,18 @@ class SimulatedMesh:
             self.queue.at(spec.until_s, worker.drain)
 
     def _beat(self, worker: SimulatedWorker) -> None:
+        """The engine is asked how busy it is, and answers between two steps; the beat waits for
+        that, but not long."""
+        if worker.state == "gone":
+            return
+        answers_s, most_s = worker.until_answer_s(), min(_ANSWER_S, self.plan.beat_s / 4)
+        self.queue.after(answers_s, worker.measure)
+        self.queue.after(min(answers_s, most_s), self._say_beat_of, worker)
+        self.queue.after(self.plan.beat_s, self._beat, worker)
+
+    def _say_beat_of(self, worker: SimulatedWorker) -> None:
         if worker.state != "gone":
             self.say_beat(worker.beat())
-            self.queue.after(self.plan.beat_s, self._beat, worker)
 
     def left(self, worker: SimulatedWorker, tasks: list[Task]) -> None:
         """See :class:`loadgen.simulate.worker.Surroundings`. What it did not take is placed

@@ -7,9 +7,12 @@ it was read, and a worker that drains pulls nothing more and leaves when it has 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from loadgen.simulate.engine import EngineSpec, StepResult, VirtualEngine
 from loadgen.simulate.events import EventQueue
@@ -25,6 +28,7 @@ from schemas.kv_events import KvEvents
 from schemas.tokens import Claim
 
 _MAX_WAITING_PREFILLS = 16
+_LEAST_NEWS_S = 0.05
 _ROLES = {  # as beats say; "suffix": a decode worker computes short rests of prompts itself
     "prefill": ("prefill",),
     "decode": ("decode", SUFFIX),
@@ -107,10 +111,14 @@ class SimulatedWorker:
         self._num_decoding = 0
         self._num_arrived = 0
         self._turn = 0  # of the event that ends the run of steps
+        self._measured = self._said = Load()  # when it was asked last; with the last beat
+        self._measured_s = 0.0
+        self._news_s = -math.inf  # when it last said something early
         self._is_between = False  # two runs: the next one begins when all who wait are in line
         self._log = KvLog(spec.name, mesh.plan.kv_events_ms / 1e3, mesh.queue, self._tell)
         self.engine.pool.on_stored = self._log.stored
         self.engine.pool.on_removed = self._log.removed
+        self.measure()
 
     # ---- pulling -------------------------------------------------------------------------
 
@@ -143,7 +151,7 @@ class SimulatedWorker:
     def _has_room(self, role: str) -> bool:
         free = self.num_free_slots
         if role == "prefill":
-            waiting = len(self._tasks) - self._num_decoding + len(self._held) // 4
+            waiting = self._num_prompts + len(self._held) // 4
             free = min(free, _MAX_WAITING_PREFILLS - waiting)
         return free > 0
 
@@ -151,6 +159,11 @@ class SimulatedWorker:
     def num_free_slots(self) -> int:
         """How many more sequences it would run."""
         return self.spec.max_num_sequences - len(self._tasks)
+
+    @property
+    def _num_prompts(self) -> int:
+        """What waits for its first token here."""
+        return len(self._tasks) - self._num_decoding
 
     @property
     def num_offered(self) -> int:
@@ -274,6 +287,7 @@ class SimulatedWorker:
         self.engine.release(task.held)
         self.pull()
         self._go_on()
+        self._tell_news()
         self._leave_if_done()
 
     # ---- steps ---------------------------------------------------------------------------
@@ -299,8 +313,12 @@ class SimulatedWorker:
         self._is_between = True
         self._take_results(self.engine.finish())
         self.pull()
+        self._measured = self._said = Load()  # when it was asked last; with the last beat
+        self._measured_s = 0.0
+        self._news_s = -math.inf  # when it last said something early
         self._is_between = False
         self._go_on()
+        self._tell_news()
         self._leave_if_done()
 
     def _take_results(self, result: StepResult) -> None:
@@ -339,8 +357,32 @@ class SimulatedWorker:
             tasks, self._own = list(self._own), deque()
             self._mesh.left(self, tasks)
 
+    def measure(self) -> None:
+        """Ask the engine how busy it is; beats tell what it said last."""
+        self._measured, self._measured_s = self.load(), self._mesh.queue.now_s
+
+    def until_answer_s(self) -> float:
+        """How long it computes prompts before it can say how busy it is."""
+        return self.engine.busy_until_s(self._mesh.queue.now_s) - self._mesh.queue.now_s
+
+    def _tell_news(self) -> None:
+        """Say at once that there is room again, or nothing left to compute, where the last beat
+        said otherwise."""
+        said, now_s = self._said, self._mesh.queue.now_s
+        has_ended = bool(said.waiting_tokens) and self._num_prompts == 0
+        has_room = not said.num_free_slots and self.num_free_slots > 0
+        if self.state != "ready" or not (has_ended or has_room):
+            return
+        if now_s - self._news_s >= _LEAST_NEWS_S:
+            self._news_s = now_s
+            self.measure()
+            self._mesh.say_beat(self.beat())
+
     def beat(self) -> Beat:
         """What it says of itself now."""
+        free = max(0, self.num_free_slots)
+        age_ms = 1000 * (self._mesh.queue.now_s - self._measured_s)
+        self._said = msgspec.structs.replace(self._measured, num_free_slots=free, age_ms=age_ms)
         spec, size = self.spec, self._mesh.plan.block_size
         return Beat(
             process=spec.name,
@@ -354,7 +396,7 @@ class SimulatedWorker:
             served=self._mesh.served,
             engine="simulated",
             fingerprint=FINGERPRINT,
-            load=self.load(),
+            load=self._said,
             max_sequence_tokens=spec.kv_tokens // size * size,
             block_size=size,
             kv_seq=self._log.seq,

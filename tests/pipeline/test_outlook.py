@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -108,6 +108,23 @@ def test_what_lies_in_the_queue_still_counts_after_a_beat() -> None:
     assert outlook.prefill_wait_ms(w1, 1.0) == 5000
     tell(outlook, fleet, w1, 1.5)
     assert outlook.prefill_wait_ms(w1, 1.5) == 0
+
+
+def test_a_load_that_is_old_counts_nothing_that_was_claimed_since() -> None:
+    """A worker's engine answers between two steps: what it takes after that is in no beat yet, and
+    what it said has gone on since."""
+    outlook, fleet = hearing(worker("a"))
+    outlook.hear_placed(placed("a", "r1", ms=200), 0.1)
+    outlook.hear_claim(claimed("a", "r1"), 0.3)
+    old = worker("a", waiting_ms=400.0, num_free_slots=31, age_ms=300.0)
+    tell(outlook, fleet, old, 0.5)
+    assert outlook.prefill_wait_ms(old, 0.5) == pytest.approx(400 - 300 + 200)
+    assert outlook.queue_depth(old, 0.5) == 1
+    assert outlook.table(SERVED).column("slots")[0] == 31, "free slots are told as they are now"
+    new = worker("a", waiting_ms=300.0, num_free_slots=31, age_ms=100.0)
+    tell(outlook, fleet, new, 1.0)
+    assert outlook.prefill_wait_ms(new, 1.0) == pytest.approx(200)
+    assert outlook.queue_depth(new, 1.0) == 0
 
 
 def test_a_claim_from_the_shared_queue_counts_as_well() -> None:
@@ -226,6 +243,7 @@ def test_what_is_remembered_is_bounded() -> None:
     assert len(outlook._known) <= 62
 
 
+@settings(deadline=None)
 @given(st.floats(0, 1e4), st.floats(0, 1e4), st.floats(0, 3), st.floats(0, 3))
 def test_placing_never_lowers_a_wait(waiting: float, ms: float, at: float, later: float) -> None:
     """Neither now nor at any later moment."""
@@ -300,3 +318,4 @@ class Books(RuleBasedStateMachine):
 
 
 TestBooks = Books.TestCase
+TestBooks.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, database=None)

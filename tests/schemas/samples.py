@@ -249,6 +249,7 @@ SAMPLES: tuple[Message, ...] = (
             waiting_tokens=512,
             waiting_ms=81.5,
             context_tokens=1024,
+            age_ms=12.5,
         ),
         reason="draining",
         max_sequence_tokens=8192,

@@ -365,6 +365,26 @@ async def test_a_worker_says_at_once_that_it_has_room(place: Workplace) -> None:
     assert make_beat(worker).load.num_free_slots == 1
 
 
+async def test_a_beat_waits_for_the_engine_but_not_long(place: Workplace) -> None:
+    """What a beat says of the load was asked for when it was due; of an engine in a long step it
+    says how old it is."""
+    worker = await place.worker("b", "both")
+    await until(lambda: worker.incarnations)
+    await worker.now.measured()
+    idle = make_beat(worker).load
+    worker.runner.gate.clear()
+    record = await place.ask()
+    await until(lambda: worker.runner.is_waiting)
+    await worker.now.measured()  # comes back though the engine does not
+    stuck = make_beat(worker).load
+    assert stuck.age_ms > idle.age_ms
+    assert stuck.num_running == 0, "nobody can know"
+    worker.runner.open()
+    place.check(record, await place.answer(record))
+    await worker.now.measured()
+    assert make_beat(worker).load.num_free_slots == worker.config.max_num_sequences
+
+
 async def test_an_idle_worker_checks_its_books(place: Workplace) -> None:
     """Asking for the load does not keep the engine from its peace."""
     worker = await place.worker("b", "both")
