@@ -52,6 +52,15 @@ class _Waiter:
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
 
+    def tell(self, outcome: PrefillPlace | Exception | None) -> None:
+        """Its place, or why it has none; nothing, if it was cancelled in this very moment."""
+        if self.place.done():
+            return
+        if isinstance(outcome, Exception):
+            self.place.set_exception(outcome)
+        else:
+            self.place.set_result(outcome)
+
 
 class Doorkeeper:
     """Lets requests of this control process go.
@@ -207,7 +216,7 @@ class Doorkeeper:
 
     def _went_elsewhere(self, left: Ticket | None) -> None:
         if left is not None:
-            _resolve(self._waiters[left.request_id], None)
+            self._waiters[left.request_id].tell(None)
         self._look()
 
     def waiting(self) -> Iterator[RequestRecord]:
@@ -216,8 +225,7 @@ class Doorkeeper:
 
     def _num_cached(self, record: RequestRecord, num_prompt: int) -> dict[str, int]:
         """By worker, how many tokens of the prompt it need not compute: the last it always does."""
-        matches = {} if self._prefixes is None else self._prefixes.find(record)
-        if not matches:
+        if self._prefixes is None or not (matches := self._prefixes.find(record)):
             return {}
         sizes = {beat.worker: beat.block_size for beat in self._fleet.serving(record.served)}
         return {
@@ -238,7 +246,7 @@ class Doorkeeper:
             if self._timer_s <= at_s:
                 return
             self._timer.cancel()
-        self._timer_s = at_s  # a timer of uvloop that is due does not say when
+        self._timer_s = at_s  # a due timer of uvloop can't be asked
         self._timer = asyncio.get_running_loop().call_at(at_s, self._let_go_all)
 
     def _let_go_all(self) -> None:
@@ -249,11 +257,11 @@ class Doorkeeper:
             waiter = self._waiters[ticket.request_id]
             self._meter.went(ticket)
             try:
-                _resolve(waiter, self.place(waiter.record, waiter.ask))
+                waiter.tell(self.place(waiter.record, waiter.ask))
             except Exception as error:  # the message comes again, or is buried: see the stage
-                _fail(waiter, error)
+                waiter.tell(error)
         for ticket, refusal in self.room.take_refused():
-            _fail(self._waiters[ticket.request_id], error_of(refusal, ticket.served))
+            self._waiters[ticket.request_id].tell(error_of(refusal, ticket.served))
         ended_s = loop.time()
         self._rests_until_s = ended_s + _REST * (ended_s - began_s)
         now_s = self._clock()
@@ -291,13 +299,3 @@ def _ticket(ask: Ask, forecast: Forecast) -> Ticket:
         tenant=ask.tenant,
         priority=ask.priority,
     )
-
-
-def _resolve(waiter: _Waiter, place: PrefillPlace | None) -> None:
-    if not waiter.place.done():  # else it was cancelled in this very moment
-        waiter.place.set_result(place)
-
-
-def _fail(waiter: _Waiter, error: Exception) -> None:
-    if not waiter.place.done():
-        waiter.place.set_exception(error)

@@ -1,0 +1,173 @@
+"""More requests than the workers have room for: who goes next, and that none is lost meanwhile.
+
+The order of claims tells, not the time. The one worker runs two sequences and may have a few tasks
+more ahead of it; everything else waits in control, un-acked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import pytest
+import pytest_asyncio
+
+from infra.bus import Msg, waiting_work
+from infra.task_scope import task_scope
+from pipeline.client import MeshClient
+from pipeline.token_stream import TokenStream
+from schemas import subjects
+from schemas.errors import RequestCancelled, SchemaError
+from schemas.requests import InferenceRequest
+from schemas.tokens import Claim, StreamEnd, decode_chain_entry
+from tests.e2e.harness import Mesh, mesh_of
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+SLOTS = 2
+AHEAD = SLOTS + 4  # claimed or on their way, whoever comes later
+WORKER = (
+    "--engine", "simulated", "--speed", "5", "--max-num-sequences", str(SLOTS),
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class Crowd:
+    """A mesh whose workers are few, and what is heard of it."""
+
+    mesh: Mesh
+    client: MeshClient
+    models: tuple[str, ...]
+    claims: list[str] = field(default_factory=list)  # request ids, in the order of first claims
+    ends: Counter[str] = field(default_factory=Counter)
+
+    def hear(self, message: Msg) -> None:
+        try:
+            entry = decode_chain_entry(message.data)
+        except SchemaError:
+            return
+        if isinstance(entry, Claim) and entry.request_id not in self.claims:
+            self.claims.append(entry.request_id)
+        elif isinstance(entry, StreamEnd):
+            self.ends[entry.request_id] += 1
+
+    async def submit(
+        self, count: int, *, tenant: str = "", priority: int = 0, max_tokens: int = 24
+    ) -> list[TokenStream]:
+        """So many requests, all of them accepted."""
+        streams = []
+        for _ in range(count):
+            request: InferenceRequest = msgspec.structs.replace(
+                self.mesh.request("The sea is", max_tokens=max_tokens, ignore_eos=True),
+                tenant=tenant,
+                priority=priority,
+            )
+            streams.append(await self.client.submit(request))
+        for stream in streams:
+            await stream.accepted()
+        return streams
+
+    async def read(self, streams: list[TokenStream]) -> None:
+        """All of them, to their ends, at once."""
+        async with asyncio.timeout(120), task_scope() as tasks:
+            for stream in streams:
+                tasks.create_task(self.read_one(stream))
+            while any(stream.end is None for stream in streams):
+                await asyncio.sleep(0.01)
+
+    async def read_one(self, stream: TokenStream) -> None:
+        numbers = [delta.number async for delta in stream]
+        assert numbers == sorted(set(numbers)), "a token is missing or comes twice"
+
+    def places(self, streams: list[TokenStream], among: list[TokenStream]) -> list[int]:
+        """Where in the order of claims among all of ``among`` each of ``streams`` stands."""
+        ids = {stream.request_id for stream in among}
+        order = [one for one in self.claims if one in ids]
+        return [order.index(stream.request_id) for stream in streams]
+
+    async def num_waiting(self) -> int:
+        """Messages that admission has not acked."""
+        waiting = await waiting_work(self.mesh.bus)
+        return waiting.get(subjects.admission(self.mesh.model), 0)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def crowd(
+    tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path
+) -> AsyncIterator[Crowd]:
+    async with mesh_of(tmp_path_factory.mktemp("crowd")) as mesh:
+        models = (f"--model={mesh.model}={tiny_folder}", "--aging-s", "2")
+        await mesh.start("control", "control-0", *models)
+        await mesh.start_worker("both-0", "both", tiny_folder, *WORKER)
+        await mesh.until_ready()
+        async with mesh.client() as client:
+            crowd = Crowd(mesh, client, models)
+            await mesh.bus.subscribe(subjects.live(subjects.ALL_CHAINS), crowd.hear)
+            yield crowd
+
+
+async def test_a_small_tenant_is_served_by_turns_with_a_big_one(crowd: Crowd) -> None:
+    """One sends ten times as much, and first: the other's wait for what is under way, and then for
+    one each."""
+    big = await crowd.submit(30, tenant="big")
+    small = await crowd.submit(3, tenant="small")
+    await crowd.read(big + small)
+    places = crowd.places(small, big + small)
+    assert places == sorted(places)
+    assert all(place <= AHEAD + 2 * (i + 1) for i, place in enumerate(places)), places
+    assert await crowd.num_waiting() == 0
+
+
+async def test_priorities_go_first_and_nothing_starves(crowd: Crowd) -> None:
+    """What is important overtakes what waits; what has waited for its time shares with it."""
+    low = await crowd.submit(12, tenant="low")
+    high = await crowd.submit(40, tenant="high", priority=1)
+    await crowd.read(low + high)
+    assert max(crowd.places(high[:1], low + high)) <= AHEAD + 1
+    waited = crowd.places(low, low + high)[AHEAD:]
+    assert max(waited) < len(low + high) - 1, "the last one went before the last important one"
+
+
+async def test_who_is_cancelled_while_it_waits_is_never_begun(crowd: Crowd) -> None:
+    """Its admission is acked, and nobody claims it; the others go on."""
+    others = await crowd.submit(AHEAD + 4)
+    (gone,) = await crowd.submit(1)
+    await gone.cancel()
+    with pytest.raises(RequestCancelled):
+        await crowd.read_one(gone)
+    await crowd.read(others)
+    assert gone.request_id not in crowd.claims
+    assert await crowd.num_waiting() == 0
+
+
+async def test_control_is_killed_while_many_wait(crowd: Crowd) -> None:
+    """Another goes on with those that wait: each is answered once, with one claim and one end."""
+    streams = await crowd.submit(30)
+    assert await crowd.num_waiting() > 0
+    await crowd.mesh.start("control", "control-1", *crowd.models)
+    crowd.mesh.roles["control-0"].kill()
+    await crowd.mesh.until_ready("control-1")
+    await crowd.read(streams)
+    assert [crowd.ends[stream.request_id] for stream in streams] == [1] * len(streams)
+    assert await crowd.num_waiting() == 0
+    await crowd.mesh.until_idle()
+
+
+async def test_a_control_that_drains_hands_over_who_waits(crowd: Crowd) -> None:
+    """It leaves while they wait, and the other one has them at once."""
+    await crowd.mesh.start("control", "control-2", *crowd.models)
+    await crowd.mesh.until_ready("control-2")
+    streams = await crowd.submit(30)
+    leaving = crowd.mesh.roles["control-1"]
+    leaving.send(signal.SIGTERM)
+    await asyncio.to_thread(leaving.process.wait, 60)
+    assert leaving.process.returncode == 0
+    assert await crowd.num_waiting() > 0, "it did not stay until all were served"
+    await crowd.read(streams)
+    assert [crowd.ends[stream.request_id] for stream in streams] == [1] * len(streams)
+    assert await crowd.num_waiting() == 0
