@@ -31,10 +31,14 @@ PARTS: Final[tuple[Part, ...]] = ("prefill", "decode")
 FEWEST_SAMPLES = 6  # of a part: twice its coefficients
 _LEAST_SPREAD = 2.0  # largest ÷ smallest prompt or batch: below, base and slope can't be told apart
 _LEAST_CONTEXT_SPREAD = 1.3  # the same of the context per sequence
+# Prompts and contexts that are all shorter cost by their number, within noise: a coefficient of
+# their squares, or of their context, would be that of the noise.
+_LEAST_LENGTH = 256
 _OUTLIER = 5.0  # times the median relative error: left out of the second, last fit
 _LEAST_OUTLIER = 0.2
 
-_COLUMNS: Final[dict[Part, tuple[int, ...]]] = {"prefill": (0, 1, 2), "decode": (3, 4, 5)}
+# Of the features, as they stand in StepCosts: base, number of tokens or sequences, length of them.
+_COLUMNS: Final[dict[Part, tuple[int, int, int]]] = {"prefill": (0, 1, 2), "decode": (3, 5, 4)}
 _NAMES: Final = StepCosts.__struct_fields__
 
 _Floats = npt.NDArray[np.float64]
@@ -77,13 +81,16 @@ def predicted_ms(costs: StepCosts, sample: StepSample) -> float:
     return prefill + decode_step_ms(costs, sample.num_sequences, sample.context_tokens)
 
 
-def pace_of(costs: StepCosts, samples: Sequence[StepSample], part: Part) -> float | None:
+def pace_of(
+    costs: StepCosts, samples: Sequence[StepSample], part: Part, fewest: int = 1
+) -> float | None:
     """How many times as long as predicted steps took that did nothing but ``part``: the median, or
-    that of steps which did it as well where there are no such. None: no sample, no prediction."""
+    that of steps which did it as well where there are no such. None: fewer than ``fewest`` of
+    them."""
     concerned = [one for one in samples if part in _parts_of(one)]
     alone = [one for one in concerned if len(_parts_of(one)) == 1] or concerned
     ratios = [one.ms / predicted_ms(costs, one) for one in alone if predicted_ms(costs, one) > 0]
-    return statistics.median(ratios) if ratios else None
+    return statistics.median(ratios) if len(ratios) >= fewest else None
 
 
 def with_part(costs: StepCosts, part: Part, source: StepCosts) -> StepCosts:
@@ -102,9 +109,10 @@ def why_poor(samples: Sequence[StepSample], part: Part) -> str:
     if part == "prefill":
         return _why_alike("prompts", [one.num_tokens for one in of_part], _LEAST_SPREAD)
     contexts = [one.context_tokens / one.num_sequences for one in of_part]
-    return _why_alike(
-        "decode batches", [one.num_sequences for one in of_part], _LEAST_SPREAD
-    ) or _why_alike("contexts", contexts, _LEAST_CONTEXT_SPREAD)
+    reason = _why_alike("decode batches", [one.num_sequences for one in of_part], _LEAST_SPREAD)
+    if max(contexts) < _LEAST_LENGTH:
+        return reason
+    return reason or _why_alike("contexts", contexts, _LEAST_CONTEXT_SPREAD)
 
 
 def _why_alike(what: str, sizes: Sequence[float], spread: float) -> str:
@@ -134,7 +142,7 @@ def fit_costs(samples: Sequence[StepSample], others: StepCosts | None = None) ->
     used = [one for one in samples if one.ms > 0 and set(_parts_of(one)) <= set(parts)]
     if not used:
         raise PoorSamples("every step both prefilled and decoded, one of which is not known")
-    columns = [column for part in parts for column in _COLUMNS[part]]
+    columns = [column for part in parts for column in _columns(used, part)]
     matrix: _Floats = _features(used)[:, columns]
     found = _least_squares(matrix)
     is_usual = _usual(used, np.abs(matrix @ found - 1))
@@ -152,6 +160,16 @@ def fit_costs(samples: Sequence[StepSample], others: StepCosts | None = None) ->
         prefill_error=mean_error(costs, used, "prefill"),
         decode_error=mean_error(costs, used, "decode"),
     )
+
+
+def _columns(samples: Sequence[StepSample], part: Part) -> tuple[int, ...]:
+    """Of the features, those that can be told from the samples."""
+    base, count, length = _COLUMNS[part]
+    if part == "prefill":
+        lengths = [one.num_squares / one.num_tokens for one in samples if one.num_tokens]
+    else:
+        lengths = [one.context_tokens / one.num_sequences for one in samples if one.num_sequences]
+    return (base, count, length) if max(lengths) >= _LEAST_LENGTH else (base, count)
 
 
 def mean_error(costs: StepCosts, samples: Sequence[StepSample], part: Part) -> float:

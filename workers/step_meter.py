@@ -5,8 +5,8 @@
     engine's thread    note()   every step
     any other          learn()  every few seconds: sorts the steps into buckets by their shapes,
                                 and fits costs to what the buckets hold
-    beats, Load        costs    the fit where it is good enough, else the profile at the pace that
-                                was measured, else None
+    beats, Load        costs    the fit where it is good enough, else what was told before, at first
+                                the profile, at the pace that was measured; else None
 
 Buckets keep a worker that has decoded for an hour from forgetting what a prompt costs, and weigh
 shapes alike that are rare and frequent.
@@ -43,7 +43,7 @@ _MIXED: Final = -1
 _NOTHING: Final = (0, 0, 0, 0)
 _MEMORY_S = 900.0  # older steps say nothing of what the machine does now
 _LEARN_S = 2.0  # between two fits, each of which takes some milliseconds
-_FEWEST_NEW = 4  # steps since the last fit
+_FEWEST_NEW = 4  # steps since the last fit: for another, and for a pace
 _FEWEST = 12  # samples of a part: a handful of live steps, with their noise, tell too little
 # A prompt, or the contexts of a batch, so large that it can't take what an empty step takes.
 _LEAST_TOKENS, _LEAST_BATCH, _LEAST_GROWTH = 1024, 64, 0.02
@@ -93,7 +93,7 @@ class StepMeter:
         self.profile = ""
         self.pace: dict[Part, float] = {}
         self._is_chosen = False
-        self._first: StepCosts | None = None  # of the profile
+        self._base: StepCosts | None = None  # what is scaled where there is no fit
         self._clock = clock
         self._new: deque[_Noted] = deque(maxlen=_NEW)
         self._buckets: dict[int, deque[_Noted]] = {}
@@ -112,7 +112,7 @@ class StepMeter:
         """Take the profile's costs until better ones are known."""
         self.profile = profile.name
         if not self._is_chosen:
-            self._first = self.costs = profile.costs
+            self._base = self.costs = profile.costs
 
     def note(self, shape: StepShape, seconds: float) -> None:
         """A step took so long. From the engine's thread; half a microsecond."""
@@ -138,14 +138,14 @@ class StepMeter:
             paces = {part: pace_of(self.costs, recent, part) for part in self.parts}
             self.pace = {part: pace for part, pace in paces.items() if pace is not None}
         samples = _samples(noted, now_s - _MEMORY_S)
-        if self._first is not None:
-            others = self._paced(self._first, samples)
+        if self._base is not None:
+            others = _paced(self._base, _samples(noted, since_s))
             fit = _good_fit(samples, others)
-            self.costs = others if fit is None else fit.costs
+            self.costs = self._base = others if fit is None else fit.costs
             return fit
         fit = _good_fit(samples, FREE)
         if fit is not None and set(fit.parts) >= set(self.parts):
-            self.costs = _with_guess(fit)
+            self.costs = self._base = _with_guess(fit)
         return fit
 
     def samples(self) -> list[StepSample]:
@@ -163,14 +163,15 @@ class StepMeter:
             self._buckets[key].append(noted)
         return [one for bucket in self._buckets.values() for one in bucket]
 
-    def _paced(self, first: StepCosts, samples: Sequence[StepSample]) -> StepCosts:
-        """The profile's costs, each part at the pace of its steps."""
-        costs = first
-        for part in PARTS:
-            pace = pace_of(first, samples, part)
-            if pace is not None and 1 / _MOST_PACE < pace < _MOST_PACE:
-                costs = with_part(costs, part, scaled(first, pace))
-        return costs
+
+def _paced(base: StepCosts, recent: Sequence[StepSample]) -> StepCosts:
+    """``base``, each part at the pace of its steps, if there were some."""
+    costs = base
+    for part in PARTS:
+        pace = pace_of(base, recent, part, _FEWEST_NEW)
+        if pace is not None and 1 / _MOST_PACE < pace < _MOST_PACE:
+            costs = with_part(costs, part, scaled(base, pace))
+    return costs
 
 
 def _with_guess(fit: CostFit) -> StepCosts:

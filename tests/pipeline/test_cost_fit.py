@@ -109,7 +109,7 @@ def test_the_error_is_the_mean_of_relative_errors() -> None:
         (DECODES + PREFILLS[:5], "5 prefill steps were timed"),
         ([(300 + n, (300 + n) ** 2, 0, 0) for n in range(9)] + DECODES, "prompts of 300 to 308"),
         (PREFILLS + [(0, 0, 4 * n, 4) for n in range(30, 90)], "batches of 4 to 4"),
-        (PREFILLS + [(0, 0, 100 * n, n) for n in range(1, 9)], "contexts of 100 to 100"),
+        (PREFILLS + [(0, 0, 300 * n, n) for n in range(1, 9)], "contexts of 300 to 300"),
     ],
 )
 def test_poor_samples_are_refused(samples: list[tuple[int, int, int, int]], reason: str) -> None:
@@ -128,6 +128,19 @@ def test_a_part_that_was_not_seen_is_taken_from_elsewhere() -> None:
     with pytest.raises(PoorSamples, match="6 are needed"):
         fit_costs(samples[:2], others=COSTS)
     assert why_poor(samples, "prefill") == ""
+
+
+def test_short_ones_cost_by_their_number() -> None:
+    """Squares and contexts so small that only noise would tell of them have no coefficient, and
+    need not differ."""
+    rng = random.Random(1)
+    prompts = [timed(COSTS, (n, n * n, 0, 0), rng.uniform(0.7, 1.4)) for n in range(20, 120, 5)]
+    decodes = [timed(COSTS, (0, 0, 90 * n, n), rng.uniform(0.7, 1.4)) for n in range(1, 20)]
+    costs = fit_costs(prompts + decodes).costs
+    assert (costs.prefill_square_ms, costs.decode_context_ms) == (0, 0)
+    assert predicted_ms(costs, prompts[9]) == pytest.approx(
+        predicted_ms(COSTS, prompts[9]), rel=0.3
+    )
 
 
 def test_with_part_changes_one_part_alone() -> None:

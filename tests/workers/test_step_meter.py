@@ -107,6 +107,22 @@ def test_a_profile_of_other_hardware_is_not_stretched() -> None:
     assert meter.costs == COSTS
 
 
+def test_costs_keep_pace_where_there_is_no_new_fit() -> None:
+    """What was fitted once is told at the pace of the newest steps, if they fit no model; a step or
+    two that took long change nothing."""
+    meter = StepMeter(("prefill",))
+    metered(meter, PREFILLS)
+    meter.learn()
+    metered(meter, PREFILLS[:2], scaled(COSTS, 9.0))
+    meter.learn()
+    assert meter.costs is not None
+    assert meter.costs.prefill_token_ms == pytest.approx(COSTS.prefill_token_ms, rel=0.05)
+    for number, shape in enumerate(PREFILLS * 8):
+        metered(meter, [shape], scaled(COSTS, (1.0, 3.0, 9.0)[number % 3]))
+    assert meter.learn() is None
+    assert meter.costs.prefill_token_ms == pytest.approx(3 * COSTS.prefill_token_ms, rel=0.2)
+
+
 def test_a_bad_fit_is_not_told() -> None:
     """Times that follow no such model give no costs; those of a profile stay at their pace."""
     meter, times = StepMeter(("decode",)), (1.0, 0.01, 0.5, 0.02, 0.9, 0.01) * 2
