@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-from infra.route_config import RouteConfig
 from pipeline.fleet import Fleet
 from pipeline.lenders import kv_sources
 from pipeline.outlook import Outlook
@@ -27,9 +26,9 @@ from pipeline.prefix_hash import ID_BYTES
 from pipeline.prefix_walk import Match
 from pipeline.prefixes import Prefixes
 from pipeline.route_policies import RoutePolicy, make_policy
-from pipeline.scoring import Weights
-from pipeline.suffix import SUFFIX, SuffixRule, stay_place
-from pipeline.topology import Distances, Links
+from pipeline.route_settings import RouteSettings
+from pipeline.suffix import SUFFIX, stay_place
+from pipeline.topology import Distances
 from pipeline.weighing import Pool, Weighed
 from schemas.control import Placed
 from schemas.kv import KvReady, KvSource
@@ -43,9 +42,10 @@ Reason = Literal["any", "prefix", "load", "suffix"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillPlace:
-    """Where a prefill task goes, and whom to ask for what that worker does not hold itself.
+    """Where a task goes, and whom a prefill asks for what that worker does not hold itself.
 
-    The times are predictions, 0 where costs are not known or nobody is named.
+    The times are predictions, 0 where costs are not known or nobody is named; for a decode
+    ``wait_ms`` is that of the whole answer.
     """
 
     worker: str  # or ``any``
@@ -57,39 +57,12 @@ class PrefillPlace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RouteSettings:
-    """What the settings ``control.route_*`` say."""
+class Decision:
+    """What was placed where, and why; for logs and metrics."""
 
-    policy: str = "score"
-    weights: Weights = field(default_factory=Weights)
-    links: Links = field(default_factory=Links)
-    suffix: SuffixRule = field(default_factory=SuffixRule)
-
-    @classmethod
-    def of(cls, config: RouteConfig) -> RouteSettings:
-        """What a configuration says."""
-        return cls(
-            policy=config.route_policy,
-            weights=Weights(
-                hit=config.route_hit,
-                queue=config.route_queue,
-                load=config.route_load,
-                transfer=config.route_transfer,
-                finish=config.route_finish,
-                backlog=config.route_backlog,
-                spread=config.route_spread,
-                temperature=config.route_temperature,
-            ),
-            links=Links(
-                host=config.route_link_host,
-                rack=config.route_link_rack,
-                zone=config.route_link_zone,
-                other=config.route_link_other,
-            ),
-            suffix=SuffixRule(
-                max_tokens=config.route_suffix_tokens, hold_ms=config.route_suffix_hold_ms
-            ),
-        )
+    request_id: str
+    role: Literal["prefill", "decode"]
+    place: PrefillPlace
 
 
 class Placement(Protocol):
@@ -121,7 +94,7 @@ def make_placement(
     settings: RouteSettings | None = None,
     process: str = "",
     on_placed: Callable[[Placed], None] = lambda placed: None,
-    on_decision: Callable[[str, str], None] = lambda role, reason: None,
+    on_decision: Callable[[Decision], None] = lambda decision: None,
 ) -> Placement:
     """The placement of that name: one of ``route_policies.POLICIES``.
 
@@ -131,7 +104,7 @@ def make_placement(
         clock: monotonic seconds, the same that the outlook is fed with.
         process: who places, for the other routers.
         on_placed: hears what was placed by name; the outlook here has counted it already.
-        on_decision: hears each decision's role and reason.
+        on_decision: hears each decision and its reason.
 
     Raises:
         ConfigError: there is no such policy.
@@ -159,7 +132,7 @@ class PolicyPlacement:
         rng: random.Random,
         process: str,
         on_placed: Callable[[Placed], None],
-        on_decision: Callable[[str, str], None],
+        on_decision: Callable[[Decision], None],
     ) -> None:
         self._policy = policy
         self._fleet = fleet
@@ -193,10 +166,11 @@ class PolicyPlacement:
         weighed = pool.weigh_prefill(num_prompt, matches)
         place = self._stay(record, weighed, matches, now_s) or self._choose(weighed, matches)
         if place is None:
-            self._on_decision("prefill", "any")
             rows = pool.table.rows_of("prefill").tolist()
             sources = kv_sources(self._fleet, [pool.table.beats[row] for row in rows], matches)
-            return PrefillPlace(worker=ANY, sources=sources)
+            return self._decide(
+                record.request_id, "prefill", PrefillPlace(worker=ANY, sources=sources)
+            )
         beat = self._fleet.worker(place.worker)
         if beat is None:  # given up a moment ago
             self._outlook.drop(place.worker)
@@ -210,8 +184,9 @@ class PolicyPlacement:
             prefill_ms=place.prefill_ms,
             num_tokens=num_prompt,
         )
-        self._tell(placed, place.reason, now_s)
-        return replace(place, sources=kv_sources(self._fleet, [beat], matches))
+        self._tell(placed, now_s)
+        place = replace(place, sources=kv_sources(self._fleet, [beat], matches))
+        return self._decide(record.request_id, "prefill", place)
 
     def _choose(self, weighed: Weighed, matches: Mapping[str, Match]) -> PrefillPlace | None:
         """None: nothing to choose, the queue reaches whoever comes."""
@@ -249,8 +224,7 @@ class PolicyPlacement:
             must_have_room=not is_mixed,
         )
         if not len(weighed) or (num_readers < 2 and not is_mixed):
-            self._on_decision("decode", "any")
-            return ANY
+            return self._decide(ready.request_id, "decode", PrefillPlace(worker=ANY)).worker
         at = self._policy.decode(weighed, self._rng)
         worker = weighed.worker(at)
         if self._fleet.worker(worker) is None:
@@ -264,8 +238,9 @@ class PolicyPlacement:
             role="decode",
             num_tokens=handle.num_tokens,
         )
-        self._tell(placed, "prefix" if worker in matches else "load", now_s)
-        return worker
+        self._tell(placed, now_s)
+        place = _place_at(weighed, at, "prefix" if worker in matches else "load")
+        return self._decide(ready.request_id, "decode", place).worker
 
     def _answer_tokens(self, served: str, record: RequestRecord | None) -> float:
         """How many are to come, over all choices."""
@@ -282,10 +257,15 @@ class PolicyPlacement:
     def _find(self, record: RequestRecord) -> Mapping[str, Match]:
         return {} if self._prefixes is None else self._prefixes.find(record)
 
-    def _tell(self, placed: Placed, reason: str, now_s: float) -> None:
+    def _tell(self, placed: Placed, now_s: float) -> None:
         self._outlook.hear_placed(placed, now_s)
         self._on_placed(placed)
-        self._on_decision(placed.role, reason)
+
+    def _decide(
+        self, request_id: str, role: Literal["prefill", "decode"], place: PrefillPlace
+    ) -> PrefillPlace:
+        self._on_decision(Decision(request_id=request_id, role=role, place=place))
+        return place
 
 
 def _place_at(weighed: Weighed, at: int, reason: Reason) -> PrefillPlace:

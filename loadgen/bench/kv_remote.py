@@ -32,6 +32,7 @@ from schemas.errors import SchemaError
 
 _DRAIN_S = 30.0
 _READY_S = 120.0  # a new process loads the model
+_HANDED_OVER = {"MESH_CONTROL_ROUTE_SUFFIX_TOKENS": "0"}  # else decode workers do it themselves
 _NOTES = (
     f"remote: {SHARED_TOKENS} shared + {NEW_TOKENS} new tokens, TTFT at the client, known to "
     "another worker of this host ÷ new, by turns; medians of pairs",
@@ -53,7 +54,7 @@ async def _measure(plan: KvPlan) -> KvSection:
     rng = random.Random(13)
     known = [random_tokens(rng, SHARED_TOKENS) for _ in range(plan.turns)]
     flags = ("--model", f"{SERVED}={plan.model}", "--prefill", "1", "--decode", "1")
-    async with own_mesh(flags) as mesh:
+    async with own_mesh(flags, _HANDED_OVER) as mesh:
         for beginning in known:
             await ask(mesh, beginning + random_tokens(rng, NEW_TOKENS))
         await _replace_prefill_worker(mesh)

@@ -48,7 +48,8 @@ async def test_a_restarted_control_process_knows_what_workers_hold(simulated_mes
         await mesh.until_ready("control")
         assert await until_indexed(mesh, http, before) == before
 
-        second = mesh.request((*PROMPT, *answer.ids[0], 11, 12), max_tokens=4, ignore_eos=True)
+        rest = tuple(60 + number % 9 for number in range(300))  # too long for a decode worker
+        second = mesh.request((*PROMPT, *answer.ids[0], *rest), max_tokens=4, ignore_eos=True)
         async with Observer.on(mesh.bus) as seen:
             await ask(client, second)
             task = await seen.until("prefill-task/1")

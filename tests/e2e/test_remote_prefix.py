@@ -35,7 +35,10 @@ def flags(role: str) -> tuple[str, ...]:
 async def mesh(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> AsyncIterator[Mesh]:
     """Control, a prefill worker and two decode workers."""
     async with mesh_of(tmp_path_factory.mktemp("mesh")) as running:
-        await running.start("control", "control", "--model", f"{running.model}={tiny_folder}")
+        model = f"{running.model}={tiny_folder}"
+        await running.start(  # decode workers would compute short turns themselves
+            "control", "control", "--model", model, "--route-suffix-tokens", "0"
+        )
         for name in ("prefill-0", "decode-0", "decode-1"):
             role = name.partition("-")[0]
             await running.start_worker(name, role, tiny_folder, *flags(role))

@@ -7,8 +7,9 @@ from typing import Any
 
 from pipeline.fleet import Fleet
 from pipeline.outlook import Outlook
-from pipeline.placement import Placement, RouteSettings, make_placement
+from pipeline.placement import Placement, make_placement
 from pipeline.prefixes import Prefixes
+from pipeline.route_settings import RouteSettings
 from pipeline.scoring import Weights
 from schemas.control import Beat
 

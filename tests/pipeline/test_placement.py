@@ -4,7 +4,7 @@ from itertools import count
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infra.metrics import Metrics
@@ -99,6 +99,7 @@ def test_when_all_can_read_or_none_the_usual_rules_hold() -> None:
     assert placing(prefill_only).decode_worker(SERVED, ready) == ANY
 
 
+@settings(max_examples=25, deadline=None)
 @given(st.lists(loads, min_size=2, max_size=5), st.integers(1, 40))
 def test_nobody_gets_more_than_it_has_room_for(all_loads: list[dict[str, int]], tasks: int) -> None:
     """Whatever the loads: by name no more goes to a worker than the slots it said were free."""
@@ -217,6 +218,7 @@ def test_of_equally_busy_decoders_the_one_that_holds_the_prompt() -> None:
     assert knowing(fleet_of(*able), {"w1": 64}).decode_worker(SERVED, no_record) == "w0"
 
 
+@settings(max_examples=25, deadline=None)
 @given(
     st.dictionaries(st.sampled_from(["w0", "w1", "w2", "w3"]), st.integers(1, 64)),
     st.lists(loads, min_size=4, max_size=4),

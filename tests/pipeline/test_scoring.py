@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.scoring import Candidates, Weights, sample, scores
@@ -47,6 +47,7 @@ def test_a_long_way_speaks_against_a_worker() -> None:
     assert scores(candidates(2, transfer=[0.2, 0.1]), Weights()).argmax() == 1
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=12), st.integers(0, 2**32))
 def test_cold_sampling_takes_the_best(values: list[float], seed: int) -> None:
     """Temperature 0, whatever the chance; and anything sampled is one of them."""
