@@ -63,6 +63,7 @@ def encode_name(name: str) -> str:
     return token
 
 
+@lru_cache(256)
 def decode_name(token: str) -> str:
     """The inverse of :func:`encode_name`; SchemaError for what that never gives."""
     out = bytearray()

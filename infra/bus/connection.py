@@ -254,7 +254,7 @@ class Bus:
         try:
             head = header_block(headers) if headers else b""
             self._check_size(len(data) + len(head))
-            await client.say(subject, data, reply, head)
+            client.say(subject, data, reply, head)
         except (nats.errors.BadSubjectError, nats.errors.BadHeaderError) as error:
             raise SchemaError(f"{subject!r} can't be published to", param="subject") from error
         except nats.errors.Error as error:

@@ -110,13 +110,21 @@ class WorkPull:
         self._credit = 0
         self._heard_s = 0.0
         self._awake = asyncio.Event()
+        self._is_look_due = False
         self._is_stopping = False
         self._is_lost = True  # the consumer is not known to exist
         self._added_at = ""  # the broker process that has it
         self._given_back: list[WorkMessage] = []
 
     def poke(self) -> None:
-        """There may be room again: ask without waiting for the next look."""
+        """There may be room again: ask without waiting for the next look. One look answers all
+        that is said in one turn of the loop."""
+        if not self._is_look_due:
+            self._is_look_due = True
+            asyncio.get_running_loop().call_soon(self._look)
+
+    def _look(self) -> None:
+        self._is_look_due = False
         if self._num_wanted:
             self._awake.set()
 
@@ -223,8 +231,10 @@ class WorkPull:
             self._take(WorkMessage(self._bus, message))
         elif message.subject == f"{self._inbox}.{self._generation}":
             self._hear_status(message.headers or {})
-        if not self._credit or self._is_lost or self._is_stopping or self._num_wanted:
+        if not self._credit or self._is_lost or self._is_stopping:
             self._awake.set()
+        else:
+            self.poke()
 
     def _take(self, message: WorkMessage) -> None:
         if self._is_stopping:

@@ -51,7 +51,8 @@ class MessageParser(Parser):
     """Hands whole messages to ``client.deliver``.
 
     Args:
-        client: takes ``deliver(sid, subject, reply, data, header)``, all but the number as bytes.
+        client: takes ``deliver(sid, subject, reply, data, header)``, all but the number as bytes,
+            and says whether it has; ``tell_failures()`` is awaited after each read.
     """
 
     def __init__(self, client: Any) -> None:
@@ -74,21 +75,22 @@ class MessageParser(Parser):
             return
         if self._torn:
             data, self._torn = self._torn + data, b""
-        start = 0
+        start = end = 0
         while start < len(data):
-            end = await self._message(data, start)
-            if end == start:
+            end = self._message(data, start)
+            if end <= start:
                 break
             start = end
+        await self.nc.tell_failures()
         rest = data[start:]
-        if rest and _is_message(rest) and len(rest) < _MAX_TORN_BYTES:
+        if rest and end == start and _is_message(rest) and len(rest) < _MAX_TORN_BYTES:
             self._torn = rest
         elif rest:
             await super().parse(rest)
 
-    async def _message(self, data: bytes, start: int) -> int:
-        """Deliver the message that begins at ``start``; its end, or ``start`` when there is no
-        whole one."""
+    def _message(self, data: bytes, start: int) -> int:
+        """Deliver the message that begins at ``start``; its end, ``start`` when there is no
+        whole one, or less when it is for the library."""
         line_end = data.find(b"\r\n", start)
         if line_end < 0:
             return start
@@ -106,14 +108,14 @@ class MessageParser(Parser):
         if len(data) < end:
             return start
         num_fixed = 5 if has_header else 4
-        await self.nc.deliver(
+        is_taken = self.nc.deliver(
             sid,
             words[1],
             words[3] if len(words) > num_fixed else b"",
             data[begins + header_size : end - 2],
             data[begins : begins + header_size],
         )
-        return end
+        return end if is_taken else start - 1
 
 
 def _is_message(data: bytes) -> bool:

@@ -51,7 +51,8 @@ class Origins:
         """Add them to the metrics."""
         metrics.tokens_cached.inc(self.cached)
         for source in ("device", "host", "disk", "remote", "handed_over", "computed"):
-            metrics.prompt_source_tokens.labels(source).inc(getattr(self, source))
+            if count := getattr(self, source):
+                metrics.prompt_source_tokens.labels(source).inc(count)
 
 
 def origins_of(

@@ -23,16 +23,25 @@ MESSAGES = st.lists(
 class Client:
     """What the parser speaks to."""
 
-    def __init__(self):
+    def __init__(self, theirs=()):
         self.got = []
+        self.theirs = theirs  # subscriptions of the library's
+        self.num_theirs = 0
         self.num_pings = 0
 
-    async def deliver(self, sid, subject, reply, data, header):
+    def deliver(self, sid, subject, reply, data, header):
+        if sid in self.theirs:
+            return False
         headers = parse_headers(header) if header else {}
         self.got.append((subject.decode(), sid, reply.decode(), data, headers))
+        return True
+
+    async def tell_failures(self):
+        """Nothing fails here."""
 
     async def _process_msg(self, sid, subject, reply, data, header):
-        await self.deliver(sid, subject, reply, data, header or b"")
+        if not self.deliver(sid, subject, reply, data, header or b""):
+            self.num_theirs += 1
 
     async def _process_ping(self):
         self.num_pings += 1
@@ -58,6 +67,18 @@ async def test_messages_arrive_however_reads_tear_them(messages, cuts):
         await parser.parse(data[start:end])
     assert client.got == messages
     assert client.num_pings == len(messages)
+
+
+async def test_what_has_no_callback_of_ours_is_the_librarys():
+    """A message for a subscription of the library's goes to it, once, and holds up nobody's."""
+    messages = [("a.b", sid, "", b"data", {}) for sid in (1, 2, 1, 2, 2, 1)]
+    client = Client(theirs={2})
+    parser = MessageParser(client)
+    for message in messages:
+        await parser.parse(on_the_wire(*message))
+    await parser.parse(b"".join(on_the_wire(*message) for message in messages))
+    assert client.got == 2 * [message for message in messages if message[1] == 1]
+    assert client.num_theirs == 6
 
 
 async def test_a_large_message_comes_in_many_reads():
