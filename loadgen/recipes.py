@@ -48,6 +48,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     turns: float = 5.0
     think_s: float = 20.0
     sigma: float = 1.0
+    system_sigma: float = 0.5
 
     def settings(self, seed: int) -> SyntheticSettings:
         """What makes its requests.

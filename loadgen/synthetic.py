@@ -30,7 +30,6 @@ Kind = Literal["no-reuse", "shared-prefix", "chat", "assistants", "heavy-tail", 
 
 _ZIPF = 1.1  # weight of the k-th prompt: 1 / k^1.1
 _SYSTEM_SHARE = 0.75  # of a shared-prefix prompt's length
-_SYSTEM_SIGMA = 0.5  # of the logarithm of an assistant's system prompt's length
 _TOKEN_S = 0.03  # how long an answer is taken to take
 _HEAVY = 10  # requests of the one tenant per request of the other
 _SETTLED = 3  # after so many mean conversations as many go on as ever will
@@ -57,6 +56,7 @@ class SyntheticSettings:
     turns: float = 5.0  # chat, assistants: of a conversation
     think_s: float = 20.0  # chat, assistants: between an answer's likely end and the next turn
     sigma: float = 1.0  # of long-tailed lengths' logarithm; 1: the longest percent is 10 times mean
+    system_sigma: float = 0.5  # assistants: the same of system prompts' lengths
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -72,6 +72,7 @@ class SyntheticSettings:
             ("turns", 1000),
             ("think_s", 1e5),
             ("sigma", 3),
+            ("system_sigma", 3),
         ):
             if not 0 < getattr(self, name) <= most:
                 raise ConfigError(f"{name} is not above 0 and at most {most:g}", param=name)
@@ -194,7 +195,7 @@ class _Maker:
 
     def _system_prompt(self) -> _Talk:
         """Of full pieces, at least one, so that all of it is shared."""
-        drawn = self._long_tailed(self._settings.system_len, _SYSTEM_SIGMA)
+        drawn = self._long_tailed(self._settings.system_len, self._settings.system_sigma)
         num_pieces = max(1, round(drawn / HASH_TOKENS))
         return _Talk(self._ids(num_pieces), num_pieces * HASH_TOKENS)
 

@@ -1,4 +1,4 @@
-"""Section ``overload`` of ``mesh bench route``: twice what the fleet can do, for two minutes.
+"""Section ``overload`` of ``mesh bench route``: twice what the fleet can do, for a while.
 
     predicted   refused by the load predicted for when the prompt will have been computed
     now         refused by the load as it is
@@ -27,7 +27,7 @@ from loadgen.bench.route_runs import (
 from loadgen.simulate.fleet_plan import EarlyRejection
 from loadgen.simulate.result import SimulationResult
 
-FLEET, TRACE = "h100-8p8d", "burst"
+FLEET, TRACE = "h100x4-70b-8p8d", "burst"
 MODES: tuple[EarlyRejection, ...] = ("predicted", "now", "off")
 _BURST_S = (50.0, 150.0)  # of the trace, after its first effects
 
