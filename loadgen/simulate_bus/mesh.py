@@ -182,7 +182,10 @@ class FleetMesh:
     async def _on_death(self, child: Child, code: int) -> bool:
         self._ended.append(f"{child.spec.name} {describe_exit(code)}")
         if child.process_id not in self._beats:  # it never was there
-            self._failed = ChildFailed(f"{child.spec.name} can't start: {child.last_words}")
+            words = child.last_words
+            if not words.startswith("mesh "):
+                words = "it crashed; --logs keeps its log"
+            self._failed = ChildFailed(f"{child.spec.name} can't start: {words}")
             return False
         pid = self._beats[child.process_id].pid
         for beat in [beat for beat in self._beats.values() if beat.pid == pid]:
