@@ -7,6 +7,7 @@ its own.
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
@@ -23,6 +24,9 @@ from loadgen.bench.own_mesh import own_mesh
 
 _HOST = "127.0.0.1"
 _STOP_S = 15.0
+# Points of faults are parts of a handover. Unless the environment says otherwise, nothing stays at a
+# decode worker: there is no handover then, and no claim as "decode".
+_SUFFIX = "MESH_CONTROL_ROUTE_SUFFIX_TOKENS"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +153,11 @@ async def own_chaos_mesh(settings: OwnSettings) -> AsyncGenerator[Own, None]:
     Raises:
         MeshNotStarted: ``mesh up`` did not become ready.
     """
-    async with own_mesh(settings.up_flags(), data=settings.folder) as up, task_scope() as tasks:
+    env = {_SUFFIX: os.environ.get(_SUFFIX, "0")}
+    async with (
+        own_mesh(settings.up_flags(), env, data=settings.folder) as up,
+        task_scope() as tasks,
+    ):
         starter = Starter(settings, tasks)
         bridges = [up.url]
         for number in range(2, settings.num_bridges + 1):
