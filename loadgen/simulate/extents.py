@@ -59,6 +59,11 @@ class ExtentPool:
         """How many blocks ``allocate`` could give out now."""
         return self._free + self._num_cached
 
+    @property
+    def num_findable(self) -> int:
+        """Blocks that can be found by the name of their piece."""
+        return sum(extent.num_blocks for extent in self._by_name.values())
+
     def allocate(self, count: int) -> bool:
         """Take ``count`` blocks for new content; False, and nothing taken, without room."""
         if count > self.num_available:

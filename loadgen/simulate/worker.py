@@ -170,6 +170,11 @@ class SimulatedWorker:
         """Tasks on its own queue that it has not taken."""
         return len(self._own)
 
+    @property
+    def num_findable_blocks(self) -> int:
+        """Blocks that others can be told of."""
+        return self.engine.pool.num_findable
+
     def _reserve(self, task: Task) -> bool:
         if self.engine.is_running:
             self._run_until(self.engine.cut(self._mesh.queue.now_s))
@@ -189,7 +194,7 @@ class SimulatedWorker:
             num_tokens=request.num_prompt + (task.role == "decode"),
             max_tokens=request.max_tokens,
         )
-        self._mesh.network.hop(self._mesh.say_claim, claim)
+        self._mesh.say_claim(claim)
         if task.role == "decode":
             self._receive(task)
         else:
@@ -413,7 +418,7 @@ class SimulatedWorker:
 
     def _tell(self, events: KvEvents) -> None:
         if self.state != "gone":
-            self._mesh.network.hop(self._mesh.say_events, events)
+            self._mesh.say_events(events)
 
     @property
     def _block_bytes(self) -> int:

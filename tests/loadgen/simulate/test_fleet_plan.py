@@ -80,9 +80,7 @@ def test_a_profile_says_what_the_group_does_not(tmp_path: Path) -> None:
         ('model = "m"', "model = ", "no TOML"),
     ],
 )
-def test_a_wrong_file_names_its_field(
-    tmp_path: Path, before: str, after: str, named: str
-) -> None:
+def test_a_wrong_file_names_its_field(tmp_path: Path, before: str, after: str, named: str) -> None:
     """Whatever is wrong is told with the file and the place in it."""
     assert before in _GOOD
     with pytest.raises(ConfigError) as raised:
