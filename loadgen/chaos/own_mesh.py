@@ -24,8 +24,8 @@ from loadgen.bench.own_mesh import own_mesh
 
 _HOST = "127.0.0.1"
 _STOP_S = 15.0
-# Points of faults are parts of a handover. Unless the environment says otherwise, nothing stays at a
-# decode worker: there is no handover then, and no claim as "decode".
+# Points of faults are parts of a handover, so nothing stays at a decode worker, where there is none
+# and no claim as "decode". Unless the environment says otherwise.
 _SUFFIX = "MESH_CONTROL_ROUTE_SUFFIX_TOKENS"
 
 
