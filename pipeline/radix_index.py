@@ -35,6 +35,7 @@ _OFFSET = {tier: number for number, tier in enumerate(TIERS)}
 _PRESSURE = 0.75  # of max_blocks: below it nothing goes, so nobody has to know what is in use
 _EVICT_SHARE = 256  # at the limit this part goes at once: looking for the oldest costs a scan
 _MIN_RUN = 4  # blocks that get a set of their own: it takes 150 bytes
+_MAX_RUN = 64  # of blocks: who takes a part of a longer one would leave a rest that is not whole
 _STRIDE = 64  # hashes of a prompt that are taken at once
 
 
@@ -106,16 +107,16 @@ class RadixIndex:
 
     def _go(self, walk: Walk, runs: Iterable[Sequence[bytes]]) -> int:
         """Go down as far as anybody comes along; the number of blocks until there."""
-        number, before, get = 0, None, self._blocks.get
+        number, before, get = 0, 0, self._blocks.get
         for run in runs:
             at, end = 0, len(run)
             while at < end:
                 holders = get(run[at])
                 if holders is None:
                     return number + at
-                if holders is not before and not walk.go_on(holders.bits, number + at):
+                if holders.bits != before and not walk.go_on(holders.bits, number + at):
                     return number + at
-                before = holders
+                before = holders.bits
                 at = self._end_of_run(run, at, holders)
             number += end
         return number
@@ -244,6 +245,12 @@ class RadixIndex:
 
     def _move(self, run: Sequence[bytes], old: _Holders | None, bits: int) -> None:
         """Blocks one behind the other, all with ``old``, get holders ``bits``."""
+        for start in range(0, len(run), _MAX_RUN):
+            self._join(run[start : start + _MAX_RUN], bits)
+        if old is not None:
+            self._leave(old, len(run))
+
+    def _join(self, run: Sequence[bytes], bits: int) -> None:
         if len(run) >= _MIN_RUN:
             new = _Holders(bits, len(run))
             self._runs.add(new)
@@ -252,8 +259,6 @@ class RadixIndex:
         new.num_blocks += len(run)
         for block_hash in reversed(run):
             self._blocks[block_hash] = new
-        if old is not None:
-            self._leave(old, len(run))
 
     def _forget(self, block_hash: bytes) -> None:
         self._leave(self._blocks.pop(block_hash), 1)

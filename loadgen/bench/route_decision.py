@@ -1,8 +1,9 @@
 """Section ``decision`` of ``mesh bench route``: CPU time of one placement, by the real code.
 
-256 workers beat; each holds some of the beginnings that prompts of 64k tokens have, one or two hold
-most of one. A router places prompts that came before (their hashes are remembered), prompts that it
-sees for the first time although workers hold them, and prompts that nobody holds.
+256 workers beat; 16 of them hold a system prompt that prompts of 64k tokens begin with, two hold
+most of the prompt. A router places prompts that came before (their hashes are remembered), prompts
+that it sees for the first time although workers hold them, prompts that nobody holds, and such
+whose beginning all 256 hold.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ PROMPT_TOKENS = 65_536
 _BLOCK_SIZE = 16
 _SERVED = "bench@r1"
 _FINGERPRINT = "bench"
-_NUM_PROMPTS = 40
+_NUM_PROMPTS = 16  # of 64 pieces each: what a router remembers (pipeline/hash_memo.py)
 _NUM_SYSTEMS = 8
 _SYSTEM_TOKENS = 8_192
+_HOLDERS = 16  # workers that hold a system prompt
 _FILL_BLOCKS = 500_000  # of other prompts, in the same index
 _PLACEMENTS = 40  # per turn and kind
 _COSTS = StepCosts(
@@ -48,10 +50,14 @@ _COSTS = StepCosts(
 def measure(plan: RoutePlan) -> RouteSection:
     """``decision_us``: the median of placements of prompts that came before; beside it those of
     others, all in microseconds of CPU time."""
-    rig = Rig.make(random.Random(5))
-    known, first, new = [], [], []
+    rig = Rig.make(random.Random(5), _HOLDERS)
+    crowd = Rig.make(random.Random(6), NUM_WORKERS)
+    known, first, new, everywhere = [], [], [], []
+    for router in (rig, crowd):
+        router.place_all_us(router.held)  # so that their hashes are remembered
     for turn in range(plan.turns):
         known += rig.place_all_us(rig.held)
+        everywhere += crowd.place_all_us(crowd.held)
         first += rig.fresh_router().place_all_us(rig.held)
         new += rig.place_all_us([_record(f"{turn}-{one}", _ids(rig.rng)) for one in range(10)])
     return RouteSection(
@@ -61,6 +67,7 @@ def measure(plan: RoutePlan) -> RouteSection:
                 "known_p99_us": round(statistics.quantiles(known, n=100)[98], 1),
                 "first_seen_us": round(statistics.median(first), 1),
                 "held_by_nobody_us": round(statistics.median(new), 1),
+                "held_by_all_us": round(statistics.median(everywhere), 1),
             },
         },
         notes=(
@@ -82,8 +89,8 @@ class Rig:
     held: list[RequestRecord]
 
     @classmethod
-    def make(cls, rng: random.Random, fill_blocks: int = _FILL_BLOCKS) -> Rig:
-        """Workers with loads of all sizes; system prompts that all of them hold."""
+    def make(cls, rng: random.Random, num_holders: int, fill_blocks: int = _FILL_BLOCKS) -> Rig:
+        """Workers with loads of all sizes; system prompts that ``num_holders`` of them hold."""
         fleet, index = Fleet(1e9, 0.0), RadixIndex(4 * fill_blocks)
         outlook = Outlook(fleet)
         for number in range(NUM_WORKERS):
@@ -97,7 +104,7 @@ class Rig:
             record = _record(f"held-{number}", system + _ids(rng, PROMPT_TOKENS - len(system) // 4))
             held.append(record)
             hashes = _hashes(record)
-            for worker in range(NUM_WORKERS):
+            for worker in range(0, NUM_WORKERS, NUM_WORKERS // num_holders):
                 index.stored(_name(worker), "device", hashes[: _SYSTEM_TOKENS // _BLOCK_SIZE])
             for worker in rng.sample(range(NUM_WORKERS), 2):
                 index.stored(_name(worker), "device", hashes[: rng.randrange(2_000, 4_000)])
