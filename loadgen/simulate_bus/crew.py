@@ -31,7 +31,6 @@ def _worker(spec: WorkerSpec, block_size: int) -> CrewWorker:
         role=spec.role,
         costs=spec.costs,
         num_blocks=max(1, spec.kv_tokens // block_size),
-        num_host_blocks=spec.host_tokens // block_size,
         max_num_sequences=spec.max_num_sequences,
         max_batch_tokens=spec.max_batch_tokens,
         profile=spec.profile,

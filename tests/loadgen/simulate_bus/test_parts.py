@@ -31,7 +31,7 @@ from workers.crew.figures import WorkerFigures
 
 GROUP = WorkerGroup(
     name="prefill", role="prefill", count=5, costs=COSTS, kv_tokens=4096, racks=("a", "b"),
-    kv_token_bytes=1000, host_tokens=160,
+    kv_token_bytes=1000,
 )  # fmt: skip
 DECODE = WorkerGroup(name="decode", role="decode", count=2, costs=COSTS, kv_tokens=8192)
 PLAN = check_fleet(FleetPlan(name="f", workers=(GROUP, DECODE)))
@@ -57,7 +57,7 @@ def test_each_worker_of_the_file_is_one_of_a_crew() -> None:
     assert [one.name for one in workers[:2]] == ["prefill-0", "prefill-1"]
     assert {one.role for one in workers} == {"prefill", "decode"}
     first = workers[1]
-    assert (first.num_blocks, first.num_host_blocks, first.kv_token_bytes) == (256, 10, 1000)
+    assert (first.num_blocks, first.kv_token_bytes) == (256, 1000)
     assert (first.rack, first.host, first.costs) == ("b", "prefill-host-0", COSTS)
 
 
