@@ -38,7 +38,6 @@ class CrewEngines:
             self._facts.path,
             answers=self._answers,
             num_blocks=worker.num_blocks,
-            num_host_blocks=worker.num_host_blocks,
             block_size=self._config.block_size,
             context_length=self._facts.context_length,
             eos_token_ids=self._facts.eos_token_ids,

@@ -27,7 +27,6 @@ class CrewWorker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     role: Literal["prefill", "decode", "both"]
     costs: StepCosts
     num_blocks: int  # of its KV cache
-    num_host_blocks: int = 0  # of a tier in host memory
     max_num_sequences: int = 64
     max_batch_tokens: int = 512
     profile: str = ""  # the WorkerProfile that its costs are from
@@ -91,7 +90,6 @@ def _check(crew: Crew, path: Path) -> None:
 def _fault(worker: CrewWorker) -> str | None:
     for field, least in (
         ("num_blocks", 1),
-        ("num_host_blocks", 0),
         ("max_num_sequences", 1),
         ("kv_token_bytes", 0),
     ):
