@@ -59,7 +59,7 @@ class FleetReport(LoadReport, frozen=True, kw_only=True, tag="load-report/1", ta
     start_s: float  # until all workers were ready
     wall_s: float  # of the replay
     cores: dict[str, float]  # that each kind of process used; {}: one of them ended meanwhile
-    cpu_us_per_token: float | None  # all of them together
+    cpu_us_per_token: float | None  # all of them together; None as above
     late_share: float  # of the steps' time that the machine added to it, being too slow
     roles: dict[str, RoleLine]
     workers: tuple[WorkerLine, ...]
@@ -75,7 +75,7 @@ def report_of(run: BusRun, ran: Ran, machine: MachineNote, *, is_interrupted: bo
         "trace": run.trace_name,
         "fleet": msgspec.to_builtins(run.plan),
     }
-    num_tokens = ran.recorder.num_output_tokens
+    num_tokens, cpu_s = ran.recorder.num_output_tokens, sum(ran.cpu_s.values())
     busy_s = sum(one.busy_s for one in ran.workers)
     late_s = sum(one.late_s for one in ran.workers)
     return FleetReport(
@@ -88,7 +88,7 @@ def report_of(run: BusRun, ran: Ran, machine: MachineNote, *, is_interrupted: bo
         start_s=ran.start_s,
         wall_s=ran.wall_s,
         cores={kind: spent_s / ran.wall_s for kind, spent_s in sorted(ran.cpu_s.items())},
-        cpu_us_per_token=1e6 * sum(ran.cpu_s.values()) / num_tokens if num_tokens else None,
+        cpu_us_per_token=1e6 * cpu_s / num_tokens if num_tokens and cpu_s else None,
         late_share=late_s / busy_s if busy_s else 0.0,
         roles={role: _role(_of(role, ran.workers), ran.wall_s) for role in _roles(ran.workers)},
         workers=tuple(_worker(one, ran.wall_s) for one in ran.workers),
