@@ -215,3 +215,22 @@ def test_control_processes_that_die_are_told_of() -> None:
     gone = msgspec.structs.replace(control, process="control-b", state="gone")
     fleet.hear(gone, 1.2)
     assert fleet.take_verdicts() == [gone]
+
+
+def test_layouts_follow_who_comes_changes_and_goes() -> None:
+    """What is kept between two questions is never older than what was heard."""
+    fleet = Fleet(DEAD_S, 0.0)
+
+    def hear(worker: str, state: str = "ready", fingerprint: str = "f00d") -> None:
+        told = beat(worker, state=state, fingerprint=fingerprint)
+        fleet.hear(msgspec.structs.replace(told, block_size=16), 0.0)
+
+    hear("w1")
+    assert fleet.layouts(SERVED) == {"w1": ("f00d", 16)}
+    hear("w2", fingerprint="beef")
+    assert fleet.layouts(SERVED) == {"w1": ("f00d", 16), "w2": ("beef", 16)}
+    hear("w2", fingerprint="cafe")
+    hear("w1", state="draining")
+    assert fleet.layouts(SERVED) == {"w2": ("cafe", 16)}
+    fleet.judge(DEAD_S + 1)
+    assert fleet.layouts(SERVED) == {}

@@ -78,6 +78,17 @@ async def broker_away(place: Workplace) -> AsyncIterator[None]:
 # -- making claims -----------------------------------------------------------------------------
 
 
+async def test_a_claim_says_how_much_it_is_about(place: Workplace) -> None:
+    """The prompt, and what may follow over all choices: routers predict with it."""
+    at = await office(place)
+    record = await place.record(n=2, max_tokens=7)
+    await claimed_by(at, record)
+    entry = (await at.claims.chain.tip(record.reader, record.request_id)).entry
+    assert isinstance(entry, Claim)
+    assert entry.num_tokens == len(record.prompt_ids) // 4
+    assert entry.max_tokens == 14
+
+
 async def test_one_of_many_workers_wins(place: Workplace) -> None:
     """The others hear that the task is out of date, and owe nothing."""
     offices = [await office(place, f"w-{number}") for number in range(5)]
