@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 import msgspec
 import numpy as np
 
-from pipeline.cost_fit import CostFit, Part, PoorSamples, StepSample, fit_costs
+from pipeline.cost_fit import PARTS, CostFit, Part, PoorSamples, StepSample, fit_costs, why_poor
 from schemas.errors import ConfigError
 from schemas.profiles import StepCosts, WorkerProfile
 from schemas.requests import SamplingParams
@@ -46,6 +46,11 @@ class Point(NamedTuple):
     part: Part
     size: int
     before: int
+
+    @property
+    def work(self) -> float:
+        """How long it takes, in terms of the others."""
+        return self.size * (1024 + self.before)
 
     @property
     def text(self) -> str:
@@ -92,7 +97,8 @@ def measure(
     them on a device that records and chooses kernels at first use, else of two.
 
     Args:
-        limit_s: after so long nothing more is timed, once each point was.
+        limit_s: after so long nothing more is timed, once there is enough for a fit. Small points
+            are timed first.
         progress: called with the share that is done, and with what comes now.
 
     Raises:
@@ -104,14 +110,15 @@ def measure(
     for point in points if engine.info.device else (points[0], points[-1]):
         progress(0.0, f"warm-up, {point.text}")
         bench.run(point)
-    for round_, (number, point) in product(range(repeats), enumerate(points)):
-        if round_ and time.monotonic() - started_s > limit_s:
+    turns = product(range(repeats), sorted(points, key=lambda point: point.work))
+    for number, (_, point) in enumerate(turns):
+        if time.monotonic() - started_s > limit_s and _are_enough(times):
             break
-        progress((round_ + number / len(points)) / repeats, point.text)
+        progress(number / (repeats * len(points)), point.text)
         times[point] += bench.run(point)
     progress(1.0, "")
     engine.check_invariants()
-    found = {point: _median(samples) for point, samples in times.items()}
+    found = {point: _median(samples) for point, samples in times.items() if samples}
     try:
         fit = fit_costs(list(found.values()))
     except PoorSamples as error:
@@ -147,6 +154,12 @@ def profile_of(
         f", {_ranges('batches', decodes, 'context')}",
         measured_unix_s=int(time.time()),
     )
+
+
+def _are_enough(times: Mapping[Point, Sequence[StepSample]]) -> bool:
+    """Of what was timed so far."""
+    medians = [_median(samples) for samples in times.values() if samples]
+    return not any(why_poor(medians, part) for part in PARTS)
 
 
 class _Steps(StepMeter):
