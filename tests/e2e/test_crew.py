@@ -8,10 +8,12 @@ import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import pytest
 import pytest_asyncio
 
 from infra.drain import Drainer
 from infra.model_folder import open_model_folder
+from loadgen.simulate_bus.model import write_model
 from pipeline.cost_model import FREE
 from schemas.control import Beat
 from schemas.profiles import StepCosts
@@ -44,6 +46,8 @@ def crew_of(prefix: str, costs: StepCosts) -> tuple[CrewWorker, ...]:
             costs=costs,
             num_blocks=512,
             kv_token_bytes=1000,
+            profile="a-profile",
+            rack=f"rack-{number % 3}",
         )
         for number in range(NUM_PER_PROCESS)
     )
@@ -56,12 +60,20 @@ async def start_crew(mesh: Mesh, folder: Path, name: str, costs: StepCosts) -> N
     await mesh.start_worker(name, "both", folder, "--engine", "simulated", *files)
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model without weights."""
+    made = tmp_path_factory.mktemp("model")
+    write_model(made, 4096)
+    return made
+
+
 @pytest_asyncio.fixture
-async def mesh(tmp_path: Path, tiny_folder: Path) -> AsyncIterator[Mesh]:
+async def mesh(tmp_path: Path, folder: Path) -> AsyncIterator[Mesh]:
     """A broker and a control process. Silence is no death for three seconds: the machine may be
     busy, and each process is six workers."""
     async with mesh_of(tmp_path, time_scale=2.0) as made:
-        await made.start("control", "control", "--model", f"{made.model}={tiny_folder}")
+        await made.start("control", "control", "--model", f"{made.model}={folder}")
         yield made
 
 
@@ -91,18 +103,21 @@ async def figures(mesh: Mesh, name: str, num_requests: int) -> CrewFigures:
 
 
 async def test_two_processes_are_twelve_workers_and_leave_when_asked(
-    mesh: Mesh, tiny_folder: Path
+    mesh: Mesh, folder: Path
 ) -> None:
     """Answers are those of one engine alone, to the token; each worker has an identity, costs and a
     drain of its own; SIGTERM drains all of a process, whose requests end well."""
     for name in ("a", "b"):
-        await start_crew(mesh, tiny_folder, name, FREE)
+        await start_crew(mesh, folder, name, FREE)
     await until_all_ready(mesh, "a", "b")
     told = members(mesh, "a") + members(mesh, "b")
     assert len({beat.worker for beat in told}) == 2 * NUM_PER_PROCESS
     assert len({beat.pid for beat in told}) == 2
     assert {beat.costs for beat in told} == {FREE}
     assert {beat.kv_token_bytes for beat in told} == {1000}
+    assert {(beat.profile, beat.rack) for beat in told} == {
+        ("a-profile", f"rack-{number}") for number in range(3)
+    }
 
     requests = [
         mesh.request(tuple(10 + (start + place) % 40 for place in range(30)), max_tokens=20, seed=1)
@@ -110,7 +125,7 @@ async def test_two_processes_are_twelve_workers_and_leave_when_asked(
     ]
     async with mesh.client() as client:
         answers = await asyncio.gather(*(ask(client, request, 240.0) for request in requests))
-    check(tiny_folder, requests, answers)
+    check(folder, requests, answers)
 
     done = await figures(mesh, "a", 1)
     assert [one.name for one in done.workers] == [f"a-{n}" for n in range(NUM_PER_PROCESS)]
@@ -149,11 +164,11 @@ def check(folder: Path, requests: list[InferenceRequest], answers: list[Answer])
 
 
 async def test_a_killed_process_takes_all_its_workers_and_no_stream(
-    mesh: Mesh, tiny_folder: Path
+    mesh: Mesh, folder: Path
 ) -> None:
     """Half of the fleet goes at once, in the middle of its streams: others go on with each."""
     for name in ("a", "b"):
-        await start_crew(mesh, tiny_folder, name, SLOW)
+        await start_crew(mesh, folder, name, SLOW)
     await until_all_ready(mesh, "a", "b")
     requests = [
         mesh.request(
@@ -169,7 +184,7 @@ async def test_a_killed_process_takes_all_its_workers_and_no_stream(
                 await asyncio.sleep(0.02)
         mesh.roles[busy[0]].kill()
     answers = [task.result() for task in asked]
-    check(tiny_folder, requests, answers)
+    check(folder, requests, answers)
     assert {len(answer.ids[0]) for answer in answers} == {30}
 
 
@@ -179,13 +194,13 @@ def is_decoding(mesh: Mesh, name: str) -> bool:
 
 
 async def test_a_crew_that_can_not_be_is_refused_in_words(
-    mesh: Mesh, tiny_folder: Path, tmp_path: Path
+    mesh: Mesh, folder: Path, tmp_path: Path
 ) -> None:
     """One line that names file, worker and field; exit code 2."""
     crew = tmp_path / "crew.json"
     crew.write_text('{"workers": [{"name": "x"}]}')
     role = await mesh.start_worker(
-        "x", "both", tiny_folder, "--engine", "simulated", "--crew", str(crew)
+        "x", "both", folder, "--engine", "simulated", "--crew", str(crew)
     )
     assert await asyncio.to_thread(role.process.wait, PATIENCE_S) == 2
     line = role.log.read_text().splitlines()[-1]

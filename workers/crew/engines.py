@@ -51,4 +51,5 @@ class CrewEngines:
         )
         engine.pace.clock = clock.read
         engine.meter.profile = worker.profile
+        engine.meter.profile = worker.profile
         return engine
