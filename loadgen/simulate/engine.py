@@ -17,28 +17,14 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from itertools import chain
 
 from loadgen.simulate.decode_batch import DecodeBatch, Run
 from loadgen.simulate.extents import ExtentPool
+from loadgen.simulate.holdings import EngineSpec, Holdings
 from loadgen.simulate.sequence import Sequence
-from pipeline.cost_model import chunk_squares, prefill_ms, prefill_step_ms
+from pipeline.cost_model import prefill_ms
 from schemas.control import Load
-from schemas.kv_events import HASH_BYTES
-from schemas.profiles import StepCosts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSpec:
-    """What an engine is: its costs and its bounds."""
-
-    costs: StepCosts
-    num_blocks: int
-    block_size: int
-    blocks_per_piece: int
-    max_num_sequences: int
-    max_batch_tokens: int
 
 
 @dataclass(slots=True)
@@ -57,6 +43,7 @@ class _Plan:
     budget: int
     run: Run | None = None
     num_allocated: int = 0  # blocks that those who decode have got for it
+    num_decoding: int = 0  # of whose tokens the budget is less
     chunks: dict[Sequence, int] = field(default_factory=dict)
 
 
@@ -77,6 +64,7 @@ class VirtualEngine:
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
         self.pool = ExtentPool(spec.num_blocks, spec.blocks_per_piece)
+        self._holdings = Holdings(spec, self.pool)
         self.batch = DecodeBatch(spec.costs, spec.block_size)
         self.waiting: list[Sequence] = []
         self.prefilling: list[Sequence] = []
@@ -96,7 +84,7 @@ class VirtualEngine:
 
     def reserve(self, num_tokens: int) -> bool:
         """Blocks for so many tokens, to be filled from outside; False: no room now."""
-        count = self._blocks_for(num_tokens)
+        count = self._holdings.blocks_for(num_tokens)
         if count > self.pool.num_available - self._num_promised():
             return False
         self._num_reserved += count
@@ -104,32 +92,22 @@ class VirtualEngine:
 
     def adopt(self, sequence: Sequence, num_tokens: int) -> None:
         """The KV of its first ``num_tokens`` has come into blocks that were reserved."""
-        sequence.num_private = self._blocks_for(num_tokens)
+        sequence.num_private = self._holdings.blocks_for(num_tokens)
         self._num_reserved -= sequence.num_private
         sequence.num_computed = num_tokens
         sequence.num_cached = 0
-        self._register(sequence)
+        self._holdings.register(sequence)
         self.enqueue(sequence)
 
     def store(self, pieces: tuple[bytes, ...], num_blocks: int) -> bool:
         """Blocks of a prompt's beginning came from elsewhere, and can be found from now on; False:
         there was no room for them."""
-        taken, found = self.pool.take(pieces, num_blocks)
-        loose = Sequence(key="", age=0, pieces=pieces, num_prompt=0, num_output=0, holds=False)
-        loose.extents, loose.num_shared = taken, found
-        has_room = self.pool.allocate(max(0, num_blocks - found))
-        if has_room:
-            loose.num_private = max(0, num_blocks - found)
-            loose.num_tokens = loose.num_computed = num_blocks * self.spec.block_size
-            loose.num_prompt = loose.num_tokens
-            self._register(loose)
-        self._drop_blocks(loose)
-        return has_room
+        return self._holdings.store(pieces, num_blocks)
 
     def release(self, sequence: Sequence) -> None:
         """It was held, and is not needed any more: its blocks go back."""
         self.held.pop(sequence, None)
-        self._drop_blocks(sequence)
+        self._holdings.drop(sequence)
 
     # ---- steps ---------------------------------------------------------------------------
 
@@ -185,8 +163,8 @@ class VirtualEngine:
         for sequence, count in plan.chunks.items():
             self._complete(sequence, count, run.end_s, result)
         for sequence in result.ended:
-            self._keep_answer(sequence)
-            self._drop_blocks(sequence)
+            self._holdings.keep_answer(sequence)
+            self._holdings.drop(sequence)
         return result
 
     def _make_run(self, plan: _Plan, now_s: float) -> Run:
@@ -210,11 +188,12 @@ class VirtualEngine:
             assert youngest is not None, "somebody decodes"
             self._preempt(youngest, plan)
         self._allocate_steps(plan, 1 if self.batch else 0)
-        plan.budget -= len(self.batch)
+        plan.num_decoding = len(self.batch)
+        plan.budget -= plan.num_decoding
 
     def _extend(self, sequence: Sequence, count: int, plan: _Plan) -> None:
         """Get blocks for the next ``count`` positions, if need be those of younger ones."""
-        while not self._grow(sequence, sequence.num_computed + count):
+        while not self._holdings.grow(sequence, sequence.num_computed + count):
             victim = self._youngest_owner()
             if victim is None or victim.age <= sequence.age:
                 self._preempt(sequence, plan)
@@ -222,14 +201,6 @@ class VirtualEngine:
             self._preempt(victim, plan)
         plan.chunks[sequence] = count
         plan.budget -= count
-
-    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        missing = self._blocks_for(num_tokens) - sequence.num_blocks
-        if missing > 0:
-            if not self.pool.allocate(missing):
-                return False
-            sequence.num_private += missing
-        return True
 
     def _chunks_ms(self, plan: _Plan) -> float:
         """What a step's prompts cost, as the simulated engine counts: a base for all of them, each
@@ -256,21 +227,23 @@ class VirtualEngine:
 
     def _admit_by_force(self, head: Sequence, plan: _Plan) -> None:
         """Nothing runs, so only KV of those further back in line can be in the head's way."""
-        while not self._admit(head, plan):
+        while not self._admit(head, plan) and not head.is_coming:
             victim = self._youngest_owner()
             if victim is None or victim.age <= head.age:
                 return
             self._preempt(victim, plan)
 
     def _admit(self, sequence: Sequence, plan: _Plan) -> bool:
-        """Start it if all its tokens find room."""
+        """Start it if all its tokens find room, and none of its blocks is still to come."""
+        if sequence.is_coming:
+            return False
         has_import = sequence.num_blocks > 0
         if not has_import:
-            self._take_prefix(sequence)
-        missing = self._blocks_for(sequence.num_tokens) - sequence.num_blocks
+            self._holdings.take_prefix(sequence)
+        missing = self._holdings.blocks_for(sequence.num_tokens) - sequence.num_blocks
         if missing > self.pool.num_available:
             if not has_import:
-                self._drop_blocks(sequence)
+                self._holdings.drop(sequence)
             return False
         if sequence.num_cached < 0:
             sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
@@ -279,20 +252,12 @@ class VirtualEngine:
             self.batch.join(sequence)
             plan.num_allocated += missing
             self.pool.allocate(missing)
+            plan.num_decoding += 1
             plan.budget -= 1
             return True
         insort(self.prefilling, sequence, key=_age)
         self._extend(sequence, min(sequence.num_uncomputed, plan.budget), plan)
         return True
-
-    def _take_prefix(self, sequence: Sequence) -> None:
-        """Share what is known of its prompt, all but the last token: that one must be computed."""
-        size, per_piece = self.spec.block_size, self.spec.blocks_per_piece
-        most = (sequence.num_tokens - 1) // size
-        sequence.extents, found = self.pool.take(sequence.pieces, most)
-        sequence.num_shared = found
-        sequence.num_computed = found * size
-        sequence.num_registered = found // per_piece
 
     # ---- ending --------------------------------------------------------------------------
 
@@ -300,7 +265,7 @@ class VirtualEngine:
         """A chunk was computed; with the last position comes a token."""
         sequence.num_computed += count
         self.num_computed_tokens += count
-        self._register(sequence)
+        self._holdings.register(sequence)
         if sequence.num_uncomputed:
             return
         self.prefilling.remove(sequence)
@@ -315,44 +280,6 @@ class VirtualEngine:
         else:
             self.batch.join(sequence)
 
-    def _register(self, sequence: Sequence) -> None:
-        """Make findable what there is of its prompt."""
-        per_piece = self.spec.blocks_per_piece
-        num_full = min(sequence.num_computed, sequence.num_prompt) // self.spec.block_size
-        while sequence.num_registered < len(sequence.pieces):
-            at = sequence.num_registered
-            num = min(per_piece, num_full - at * per_piece)
-            if num <= 0:
-                return
-            parent = sequence.pieces[at - 1] if at else b""
-            self._share(sequence, sequence.pieces[at], parent, num)
-            if num < per_piece:
-                return  # the rest of it comes with a later chunk, or with nobody
-            sequence.num_registered += 1
-
-    def _keep_answer(self, sequence: Sequence) -> None:
-        """Blocks of an answer can be found as well, and take room until others need it. In a trace
-        nobody asks for them: what a next turn says is named anew."""
-        per_piece = self.spec.blocks_per_piece
-        num_left = sequence.num_computed // self.spec.block_size
-        num_left -= sequence.num_prompt // self.spec.block_size
-        parent = sequence.pieces[-1]
-        while num_left > 0:
-            piece = blake2b(sequence.key.encode(), key=parent, digest_size=HASH_BYTES).digest()
-            self._share(sequence, piece, parent, min(per_piece, num_left))
-            parent = piece
-            num_left -= per_piece
-
-    def _share(self, sequence: Sequence, piece: bytes, parent: bytes, num_blocks: int) -> None:
-        last = sequence.extents[-1] if sequence.extents else None
-        if last is not None and last.name == piece:
-            moved = self.pool.grow(last, parent, num_blocks)
-        else:
-            extent, moved = self.pool.register(piece, parent, num_blocks)
-            sequence.extents += [extent] if extent is not None else []
-        sequence.num_private -= moved
-        sequence.num_shared += moved
-
     # ---- giving up blocks ----------------------------------------------------------------
 
     def _youngest_owner(self) -> Sequence | None:
@@ -366,6 +293,7 @@ class VirtualEngine:
     def _preempt(self, sequence: Sequence, plan: _Plan) -> None:
         """Take its blocks; what it computed is computed again, from its place in line."""
         self.num_preemptions += 1
+        sequence.has_looked_below = False
         count = plan.chunks.pop(sequence, None)
         plan.budget += count or 0
         if sequence in self.prefilling:
@@ -374,7 +302,7 @@ class VirtualEngine:
             self.waiting.remove(sequence)
         else:
             self._take_out(sequence, plan)
-        self._drop_blocks(sequence)
+        self._holdings.drop(sequence)
         self.enqueue(sequence)
 
     def _take_out(self, sequence: Sequence, plan: _Plan) -> None:
@@ -385,19 +313,16 @@ class VirtualEngine:
         if spare > 0:
             self.pool.free(spare)
             plan.num_allocated -= spare
+        if plan.num_decoding:
+            plan.num_decoding -= 1
             plan.budget += 1
 
     def _left(self, sequence: Sequence) -> Sequence:
         """It has left the batch, which took blocks for all together: these are its own."""
-        sequence.num_private = self._blocks_for(sequence.num_computed) - sequence.num_shared
+        sequence.num_private = (
+            self._holdings.blocks_for(sequence.num_computed) - sequence.num_shared
+        )
         return sequence
-
-    def _drop_blocks(self, sequence: Sequence) -> None:
-        self.pool.release(sequence.extents)
-        self.pool.free(sequence.num_private)
-        sequence.extents = []
-        sequence.num_private = sequence.num_shared = 0
-        sequence.num_computed = sequence.num_registered = 0
 
     # ---- facts ---------------------------------------------------------------------------
 
@@ -405,6 +330,11 @@ class VirtualEngine:
     def num_running(self) -> int:
         """Sequences in the batch."""
         return len(self.batch) + len(self.prefilling)
+
+    @property
+    def num_free_to_promote(self) -> int:
+        """Blocks that could be filled for those in line, when what runs has got its own."""
+        return self.pool.num_available - self._num_promised() - self.num_running
 
     def busy_until_s(self, now_s: float) -> float:
         """When the step ends that computes prompts; ``now_s`` where there is none. Steps that only
@@ -427,21 +357,9 @@ class VirtualEngine:
             num_blocks=self.pool.num_blocks,
             num_free_blocks=self.pool.num_available - grown,
             waiting_tokens=sum(one.num_uncomputed for one in to_compute),
-            waiting_ms=self._waiting_ms(to_compute),
+            waiting_ms=self._holdings.computing_ms(to_compute),
             context_tokens=self.batch.context_tokens + len(self.batch) * num_over,
         )
-
-    def _waiting_ms(self, to_compute: list[Sequence]) -> float:
-        """How long these take, in steps as full as may be; what is found takes nothing."""
-        size, num_tokens, num_squares = self.spec.block_size, 0, 0
-        for one in to_compute:
-            start = one.num_computed
-            if not one.num_blocks:
-                start = self.pool.num_found(one.pieces, (one.num_tokens - 1) // size) * size
-            num_tokens += one.num_tokens - start
-            num_squares += chunk_squares(start, one.num_tokens)
-        num_steps = -(-num_tokens // self.spec.max_batch_tokens)
-        return prefill_step_ms(self.spec.costs, num_tokens, num_squares, num_steps=num_steps)
 
     @property
     def _num_allocated(self) -> int:
@@ -450,11 +368,9 @@ class VirtualEngine:
     def _num_promised(self) -> int:
         """Blocks that prompts half computed still need."""
         return sum(
-            max(0, self._blocks_for(one.num_tokens) - one.num_blocks) for one in self.prefilling
+            max(0, self._holdings.blocks_for(one.num_tokens) - one.num_blocks)
+            for one in self.prefilling
         )
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.spec.block_size)
 
     def _owners(self) -> Iterator[Sequence]:
         return chain(self.waiting, self.prefilling, self.held, self.batch)
@@ -465,5 +381,5 @@ class VirtualEngine:
         private = sum(one.num_private for one in self._owners()) + self._num_reserved
         for one in self.batch:
             computed = one.num_tokens - 1 + self.batch.step - one.joined_step
-            private += self._blocks_for(computed) - one.num_blocks
+            private += self._holdings.blocks_for(computed) - one.num_blocks
         self.pool.check_invariants(private + self._num_allocated)

@@ -15,7 +15,8 @@ from loadgen.simulate.fleet_plan import FleetPlan, WorkerSpec
 from loadgen.simulate.network import Network
 from loadgen.simulate.pool_samples import PoolSamples, take_sample
 from loadgen.simulate.request import REVISION, Request
-from loadgen.simulate.worker import SimulatedWorker, Task
+from loadgen.simulate.tasks import Task
+from loadgen.simulate.worker import SimulatedWorker
 from pipeline.placement import PrefillPlace
 from schemas import subjects
 from schemas.control import Beat, Placed
@@ -96,7 +97,7 @@ class SimulatedMesh:
         self.queue.after(2 * self.network.hop_s, self._offer, task, place.worker)
 
     def kv_ready(self, task: Task) -> None:
-        """See :class:`loadgen.simulate.worker.Surroundings`."""
+        """See :class:`loadgen.simulate.tasks.Surroundings`."""
         self.network.hop(self._place_decode, task)
 
     def _place_decode(self, task: Task) -> None:
@@ -119,14 +120,14 @@ class SimulatedMesh:
         self._num_open -= 1
 
     def ended(self, request: Request) -> None:
-        """See :class:`loadgen.simulate.worker.Surroundings`."""
+        """See :class:`loadgen.simulate.tasks.Surroundings`."""
         self._num_open -= 1
         self.network.hop(self._say_end, request)
 
     # ---- workers -------------------------------------------------------------------------
 
     def worker(self, name: str) -> SimulatedWorker | None:
-        """See :class:`loadgen.simulate.worker.Surroundings`."""
+        """See :class:`loadgen.simulate.tasks.Surroundings`."""
         return self._workers.get(name)
 
     def _come(self, spec: WorkerSpec) -> None:
@@ -153,7 +154,7 @@ class SimulatedMesh:
             self.say_beat(worker.beat())
 
     def left(self, worker: SimulatedWorker, tasks: list[Task]) -> None:
-        """See :class:`loadgen.simulate.worker.Surroundings`. What it did not take is placed
+        """See :class:`loadgen.simulate.tasks.Surroundings`. What it did not take is placed
         again."""
         self._workers.pop(worker.spec.name, None)
         for task in tasks:
@@ -165,15 +166,15 @@ class SimulatedMesh:
     # ---- what is said --------------------------------------------------------------------
 
     def say_beat(self, beat: Beat) -> None:
-        """See :class:`loadgen.simulate.worker.Surroundings`."""
+        """See :class:`loadgen.simulate.tasks.Surroundings`."""
         self.network.hop(self._tell, Control.hear_beat, beat)
 
     def say_events(self, events: KvEvents) -> None:
-        """See :class:`loadgen.simulate.worker.Surroundings`."""
+        """See :class:`loadgen.simulate.tasks.Surroundings`."""
         self.network.hop(self._tell, Control.hear_events, events)
 
     def say_claim(self, claim: Claim) -> None:
-        """See :class:`loadgen.simulate.worker.Surroundings`."""
+        """See :class:`loadgen.simulate.tasks.Surroundings`."""
         self.network.hop(self._tell, Control.hear_claim, claim)
 
     def say_placed(self, placed: Placed) -> None:

@@ -52,6 +52,11 @@ class Network:
         link = self.link(source, target)
         return link.latency_ms / 1e3 + num_bytes / (link.gb_s * 1e9)
 
+    def promotion_s(self, num_bytes: int) -> float:
+        """How long so many bytes take from a worker's own host memory."""
+        link = self._links.host_memory
+        return link.latency_ms / 1e3 + num_bytes / (link.gb_s * 1e9)
+
     def transfer(self, source: WorkerSpec, target: WorkerSpec, num_bytes: int) -> float:
         """Send them now, or as soon as both are free; when they are there."""
         ways = (("out", source.name), ("in", target.name))

@@ -31,6 +31,8 @@ class Sequence:
     num_registered: int = 0  # pieces of it that were made findable, or were
     extents: list[Extent] = field(default_factory=list)
     num_cached: int = -1  # prompt tokens found when it first ran; -1: it has not
+    has_looked_below: bool = False  # into the host tier, before its turn
+    is_coming: bool = False  # blocks of it are on their way from there
     joined_step: int = 0  # of the batch that it decodes in
     # Where its tokens came from: decode steps [first, end) of a worker, or one moment.
     segments: list[tuple[StepLog, int, int] | float] = field(default_factory=list)

@@ -9,74 +9,32 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
 
 import msgspec
 
-from loadgen.simulate.engine import EngineSpec, StepResult, VirtualEngine
-from loadgen.simulate.events import EventQueue
-from loadgen.simulate.fleet_plan import FleetPlan, WorkerSpec
+from loadgen.simulate.engine import StepResult, VirtualEngine
+from loadgen.simulate.fetching import best_fetch, best_promotion
+from loadgen.simulate.fleet_plan import WorkerSpec
+from loadgen.simulate.holdings import EngineSpec
+from loadgen.simulate.host_tier import HostTier
 from loadgen.simulate.kv_log import KvLog
-from loadgen.simulate.network import Network
 from loadgen.simulate.request import FINGERPRINT, Request
 from loadgen.simulate.sequence import Sequence
+from loadgen.simulate.tasks import Surroundings, Task
 from pipeline.suffix import SUFFIX
 from schemas.control import Beat, Load, ProcessState
-from schemas.kv import KvSource
 from schemas.kv_events import KvEvents
 from schemas.tokens import Claim
 
 _MAX_WAITING_PREFILLS = 16
 _LEAST_NEWS_S = 0.05
+_NUM_PREFETCHED = 4  # how far back in line blocks are brought from the host tier
 _ROLES = {  # as beats say; "suffix": a decode worker computes short rests of prompts itself
     "prefill": ("prefill",),
     "decode": ("decode", SUFFIX),
     "both": ("prefill", "decode"),
 }
-_WAIT_SHARE = 0.5  # of the computing that it saves: what a fetch may take
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Task:
-    """Work for a worker: a prompt, or where ``source`` holds what was computed, its answer."""
-
-    request: Request
-    role: str
-    sources: tuple[KvSource, ...] = ()
-    source: SimulatedWorker | None = None
-    held: Sequence | None = None
-
-
-class Surroundings(Protocol):
-    """What a worker meets."""
-
-    queue: EventQueue
-    network: Network
-    plan: FleetPlan
-    served: str
-    shared: dict[str, deque[Task]]  # by role
-
-    def worker(self, name: str) -> SimulatedWorker | None:
-        """Somebody who is there."""
-
-    def say_beat(self, beat: Beat) -> None:
-        """To all control processes."""
-
-    def say_events(self, events: KvEvents) -> None:
-        """To all control processes."""
-
-    def say_claim(self, claim: Claim) -> None:
-        """To all control processes."""
-
-    def kv_ready(self, task: Task) -> None:
-        """A prompt was computed: find a worker to decode."""
-
-    def ended(self, request: Request) -> None:
-        """It has its last token."""
-
-    def left(self, worker: SimulatedWorker, tasks: list[Task]) -> None:
-        """It is gone; ``tasks`` it did not take."""
 
 
 class SimulatedWorker:
@@ -85,6 +43,7 @@ class SimulatedWorker:
     Attributes:
         num_taken: tasks that it pulled.
         num_fetches: prompts of which it brought a part from another worker.
+        host_tier: what it keeps beside its pool.
     """
 
     def __init__(self, spec: WorkerSpec, mesh: Surroundings, blocks_per_piece: int) -> None:
@@ -116,8 +75,14 @@ class SimulatedWorker:
         self._news_s = -math.inf  # when it last said something early
         self._is_between = False  # two runs: the next one begins when all who wait are in line
         self._log = KvLog(spec.name, mesh.plan.kv_events_ms / 1e3, mesh.queue, self._tell)
-        self.engine.pool.on_stored = self._log.stored
-        self.engine.pool.on_removed = self._log.removed
+        self.host_tier = HostTier(
+            spec.host_tokens // mesh.plan.block_size,
+            blocks_per_piece,
+            partial(self._log.stored, "host"),
+            partial(self._log.removed, "host"),
+        )
+        self.engine.pool.on_stored = self._found_on_device
+        self.engine.pool.on_removed = partial(self._log.removed, "device")
         self.measure()
 
     # ---- pulling -------------------------------------------------------------------------
@@ -172,8 +137,8 @@ class SimulatedWorker:
 
     @property
     def num_findable_blocks(self) -> int:
-        """Blocks that others can be told of."""
-        return self.engine.pool.num_findable
+        """Blocks that others are told of, in each of its tiers."""
+        return self.engine.pool.num_findable + self.host_tier.num_used
 
     def _reserve(self, task: Task) -> bool:
         if self.engine.is_running:
@@ -204,47 +169,54 @@ class SimulatedWorker:
 
     def _fetch_or_start(self, task: Task) -> None:
         """Bring what others have of the prompt, where that is faster than computing it."""
-        lender, num_blocks = self._best_lender(task)
-        if lender is None:
+        fetch = best_fetch(task, self, self._mesh)
+        if fetch is None:
             self._start(task)
             return
-        own = self.engine.pool.num_found(task.request.pieces, num_blocks)
-        num_bytes = (num_blocks - own) * self._block_bytes
-        there_s = self._mesh.network.transfer(lender.spec, self.spec, num_bytes)
+        there_s = self._mesh.network.transfer(fetch.lender.spec, self.spec, fetch.num_bytes)
         self.num_fetches += 1
-        self._mesh.queue.at(there_s, self._fetched, task, num_blocks)
-
-    def _best_lender(self, task: Task) -> tuple[SimulatedWorker | None, int]:
-        """Who, and how many blocks; as ``workers/kv/worth.py`` weighs it."""
-        request, best, best_s = task.request, None, 0.0
-        most = (request.num_prompt - 1) // self._mesh.plan.block_size
-        own = self.engine.pool.num_found(request.pieces, most)
-        num_blocks = 0
-        for source in task.sources:
-            lender = self._mesh.worker(source.worker)
-            if lender is None or lender is self:
-                continue
-            there = min(lender.engine.pool.num_found(request.pieces, most), source.num_blocks)
-            if there <= own:
-                continue
-            num_bytes = (there - own) * self._block_bytes
-            takes_s = self._mesh.network.seconds(lender.spec, self.spec, num_bytes)
-            saves_s = self._computing_s(own, there)
-            if takes_s <= _WAIT_SHARE * saves_s and saves_s - takes_s > best_s:
-                best, best_s, num_blocks = lender, saves_s - takes_s, there
-        return best, num_blocks
-
-    def _computing_s(self, start: int, end: int) -> float:
-        size, costs = self._mesh.plan.block_size, self.spec.costs
-        from_, to = start * size, end * size
-        tokens, squares = to - from_, to * to - from_ * from_
-        return (costs.prefill_token_ms * tokens + costs.prefill_square_ms * squares) / 1e3
+        self._mesh.queue.at(there_s, self._fetched, task, fetch.num_blocks)
 
     def _fetched(self, task: Task, num_blocks: int) -> None:
+        """Into the host tier, from where it is brought when its turn is near; else, without one,
+        right into the pool."""
+        pieces = task.request.pieces
+        if self.host_tier.num_blocks:
+            self.host_tier.copy_all(pieces, num_blocks)
+        else:
+            self._store(pieces, num_blocks)
+        self._start(task)
+
+    def _store(self, pieces: tuple[bytes, ...], num_blocks: int) -> None:
         if self.engine.is_running:
             self._run_until(self.engine.cut(self._mesh.queue.now_s))
-        self.engine.store(task.request.pieces, num_blocks)
-        self._start(task)
+        self.engine.store(pieces, num_blocks)
+
+    def _promote(self) -> None:
+        """Bring what the host tier has of those next in line, as far as there is room."""
+        if not self.host_tier.num_blocks:
+            return
+        room = self.engine.num_free_to_promote
+        for sequence in self.engine.waiting[:_NUM_PREFETCHED]:
+            room -= -(-sequence.num_tokens // self._mesh.plan.block_size) - sequence.num_blocks
+            if room < 0:
+                return
+            if sequence.has_looked_below or sequence.num_blocks:
+                continue
+            sequence.has_looked_below = True
+            num_blocks = best_promotion(sequence, self, self._mesh)
+            if num_blocks:
+                sequence.is_coming = True
+                self.host_tier.touch(sequence.pieces)
+                own = self.engine.pool.num_found(sequence.pieces, num_blocks)
+                num_tokens = (num_blocks - own) * self._mesh.plan.block_size
+                takes_s = self._mesh.network.promotion_s(num_tokens * self.spec.kv_token_bytes)
+                self._mesh.queue.after(takes_s, self._promoted, sequence, num_blocks)
+
+    def _promoted(self, sequence: Sequence, num_blocks: int) -> None:
+        sequence.is_coming = False
+        self._store(sequence.pieces, num_blocks)
+        self._go_on()
 
     def _start(self, task: Task) -> None:
         request = task.request
@@ -301,6 +273,7 @@ class SimulatedWorker:
         """Something has come: let the engine take it with its next step."""
         if self._is_between:
             return
+        self._promote()
         now_s = self._mesh.queue.now_s
         if self.engine.is_running:
             self._run_until(self.engine.cut(now_s))
@@ -416,10 +389,15 @@ class SimulatedWorker:
         """How busy it is."""
         return self.engine.load(self._mesh.queue.now_s, max(0, self.num_free_slots))
 
+    def num_lendable(self, pieces: tuple[bytes, ...], most: int) -> int:
+        """How many of a prompt's first ``most`` blocks others could have from here."""
+        return max(self.engine.pool.num_found(pieces, most), self.host_tier.num_found(pieces, most))
+
+    def _found_on_device(self, name: bytes, parent: bytes, num_blocks: int) -> None:
+        self._log.stored("device", name, parent, num_blocks)
+        if self.host_tier.num_blocks:
+            self.host_tier.copy(name, parent, num_blocks)
+
     def _tell(self, events: KvEvents) -> None:
         if self.state != "gone":
             self._mesh.say_events(events)
-
-    @property
-    def _block_bytes(self) -> int:
-        return self.spec.kv_token_bytes * self._mesh.plan.block_size

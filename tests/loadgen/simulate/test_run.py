@@ -83,6 +83,7 @@ def check(mesh: SimulatedMesh) -> None:
     mesh.queue.run(mesh.queue.now_s + 5.0, lambda: False)
     for worker in mesh.everyone:
         worker.engine.check_invariants()
+        worker.host_tier.check_invariants()
         pool = worker.engine.pool
         assert pool.num_available == pool.num_blocks, f"{worker.spec.name} holds something"
     for control in mesh.controls:
@@ -91,7 +92,8 @@ def check(mesh: SimulatedMesh) -> None:
         for worker in mesh.everyone:
             if worker.state != "gone":
                 held = control.index.held_by(worker.spec.name)
-                assert len(held) == worker.num_findable_blocks, "the index knows otherwise"
+                told = sum(map(len, held.values()))  # tiers of each block
+                assert told == worker.num_findable_blocks, "the index knows otherwise"
 
 
 @pytest.mark.parametrize("policy", ["score", "random", "least-loaded", "power-of-two"])
@@ -213,3 +215,16 @@ def test_a_full_pool_evicts_and_tells(meshes: list[SimulatedMesh]) -> None:
     result = simulate(plan, trace(number=120, rate=10.0))
     assert all(one.state == "completed" for one in result.recorder.results)
     check(meshes[0])
+
+
+def test_host_memory_keeps_what_the_device_has_no_room_for(meshes: list[SimulatedMesh]) -> None:
+    """With a host tier more of the prompts is found than on small devices alone, and the indexes
+    know what lies in which tier."""
+    some = trace(number=120, rate=10.0)
+    alone, tiered = (
+        simulate(fleet(group("b", "both", 1, kv_tokens=8192, host_tokens=host)), some)
+        for host in (0, 131072)
+    )
+    assert tiered.hit_rate > alone.hit_rate + 0.05
+    assert all(one.state == "completed" for one in tiered.recorder.results)
+    check(meshes[1])

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from random import Random
 
 from infra.transport.shm import SharedPool
-from loadgen.simulate.engine import EngineSpec, VirtualEngine
+from loadgen.simulate.engine import VirtualEngine
+from loadgen.simulate.holdings import EngineSpec
 from loadgen.simulate.prompts import piece_names
 from loadgen.simulate.sequence import Sequence
 from loadgen.traces import TraceEntry
