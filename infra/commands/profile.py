@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from schemas.profiles import WorkerProfile
     from workers.profiling import Measured
 
-_LIMIT_S = 90.0
+_LIMIT_S = 75.0
 _BARE_NOTE = "no mesh runs here; only shipped profiles are listed"
 
 Flag = Annotated[str | None, typer.Option(help="as of mesh worker", show_default=False)]
