@@ -53,13 +53,16 @@ class Charge:
         """Its decode charge, as long as it has not begun."""
         return min(self.num_tokens, self.cap_tokens) * self.token_ms
 
+    def left_tokens(self, at_s: float, step_ms: float) -> float:
+        """That it will generate after ``at_s``, when each step takes ``step_ms``."""
+        if self.begins_s is None or step_ms <= 0:
+            return self.num_tokens
+        steps = max(0.0, at_s - self.begins_s) * 1000 / step_ms
+        return max(0.0, self.num_tokens - steps * self.num_choices)
+
     def decode_ms(self, at_s: float, step_ms: float) -> float:
         """What is left of its decode charge at ``at_s``, when each step takes ``step_ms``."""
-        left = self.num_tokens
-        if self.begins_s is not None and step_ms > 0:
-            steps = max(0.0, at_s - self.begins_s) * 1000 / step_ms
-            left = max(0.0, left - steps * self.num_choices)
-        return min(left, self.cap_tokens) * self.token_ms
+        return min(self.left_tokens(at_s, step_ms), self.cap_tokens) * self.token_ms
 
 
 class Ahead(NamedTuple):
@@ -128,7 +131,7 @@ class Books:
         self._served[charge.request_id] = charge.served
         pool = self._pools.setdefault(charge.served, _Pool())
         pool.charges[charge.request_id] = charge
-        pool.whole.add(charge.whole_ms)
+        pool.whole.add(charge.whole_ms, charge.num_tokens)
         if charge.is_queued:
             key = (charge.priority, charge.tenant)
             pool.queued.setdefault(key, _Sum()).add(
@@ -161,7 +164,7 @@ class Books:
             return None
         pool, charge = found
         self._unqueue(pool, charge)
-        pool.whole.remove(charge.whole_ms)
+        pool.whole.remove(charge.whole_ms, charge.num_tokens)
         del pool.charges[request_id], self._served[request_id]
         if not pool.charges:
             del self._pools[charge.served]
@@ -214,6 +217,22 @@ class Books:
     def decode_ms(self, served: str, at_s: float, step_ms: float) -> float:
         """Decode charges as they will be at ``at_s``, if nothing is added."""
         return sum(charge.decode_ms(at_s, step_ms) for charge in self._charges(served))
+
+    def whole_tokens(self, served: str) -> float:
+        """That all together will generate, as if none had begun."""
+        pool = self._pools.get(served)
+        return 0.0 if pool is None else pool.whole.tokens
+
+    def left_tokens(self, served: str, at_s: float, step_ms: float) -> float:
+        """That those who are charged now will generate after ``at_s``."""
+        total, per_s = 0.0, 1000 / step_ms if step_ms > 0 else 0.0
+        for charge in self._charges(served):  # as Charge.left_tokens, without a call for each
+            left, begins_s = charge.num_tokens, charge.begins_s
+            if begins_s is not None and at_s > begins_s:
+                left -= (at_s - begins_s) * per_s * charge.num_choices
+            if left > 0:
+                total += left
+        return total
 
     def pools(self) -> list[str]:
         """Those that have charges."""

@@ -30,7 +30,7 @@ from schemas.profiles import StepCosts
 EarlyRejection = Literal["predicted", "now", "off"]
 MAX_DRAIN_S = 300.0  # further nobody looks: workers may have come by then
 _FIRST_LOOK_S = 0.02
-_LOOKS = 5  # halvings between the last moment without room and the first with it
+_LOOKS = 4  # halvings between the last moment without room and the first with it
 
 
 class Reading(NamedTuple):
@@ -175,6 +175,8 @@ class Case:
             if math.isfinite(start):
                 at_s += (start + self.prefill.own_ms) / 1000
                 joining = self._joining(self.prefill, at_s - self.ask.now_s)
+            growth = self._growth(at_s) / max(1, len(self.pool.decoders))
+            joining = joining._replace(growth_tokens=growth)
         if self._rooms is None or self._rooms[0] != at_s:
             rooms = decode_rooms(self.pool.decoders, self.pool.forecast, at_s, joining)
             self._rooms = (at_s, rooms)
@@ -191,6 +193,17 @@ class Case:
         first_ms = max(0.0, later_s * 1000 - lifetime_ms)
         part = max(0.0, last_ms - first_ms) / until_ms / len(self.pool.decoders)
         return Joining(ahead.num * part, ahead.tokens * part)
+
+    def _growth(self, at_s: float) -> float:
+        """Tokens that all who were admitted will yet need memory for; where that is little it is
+        not looked up how far they are."""
+        served, books = self.ask.served, self.pool.books
+        most = books.whole_tokens(served)
+        if most <= _LITTLE * sum(
+            one.load.num_blocks * one.block_size for one in self.pool.decoders
+        ):
+            return most
+        return books.left_tokens(served, at_s, self._step_ms())
 
     def _lifetime_ms(self, num: float, num_steps: float, until_ms: float) -> float:
         """How long each of ``num`` sequences decodes that come evenly until then. Each makes the
@@ -229,7 +242,7 @@ class Case:
         while not self._fits(look, limits, own_load):
             if look >= MAX_DRAIN_S:
                 return flown_off_s or MAX_DRAIN_S
-            last, look = look, min(look * 1.5, MAX_DRAIN_S)
+            last, look = look, min(look * 2, MAX_DRAIN_S)
         for _ in range(_LOOKS if last else 0):
             middle = (last + look) / 2
             if self._fits(middle, limits, own_load):
@@ -257,3 +270,4 @@ class Case:
 
 
 _ROUNDING = 1e-9
+_LITTLE = 0.05  # of the pool's memory

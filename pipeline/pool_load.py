@@ -154,6 +154,7 @@ class Joining(NamedTuple):
 
     num_sequences: float = 0.0
     num_tokens: float = 0.0  # of their prompts
+    growth_tokens: float = 0.0  # that its sequences, these included, will generate yet
 
 
 def decode_rooms(
@@ -169,17 +170,31 @@ def decode_rooms(
         if costs is None:
             continue
         batch = forecast.decode_at(beat, at_s)
+        waiting = _waiting(beat)
         total = beat.load.num_blocks * beat.block_size
         rooms.append(
             DecodeRoom(
                 costs=costs,
-                num_sequences=batch.num_sequences + joining.num_sequences,
-                context_tokens=batch.context_tokens + joining.num_tokens,
-                used_tokens=max(0, total - batch.free_tokens) + joining.num_tokens,
+                num_sequences=batch.num_sequences + joining.num_sequences + waiting.num_sequences,
+                context_tokens=batch.context_tokens + joining.num_tokens + waiting.num_tokens,
+                used_tokens=max(0, total - batch.free_tokens)
+                + joining.num_tokens
+                + joining.growth_tokens
+                + waiting.num_tokens,
                 total_tokens=total,
             )
         )
     return rooms
+
+
+def _waiting(beat: Beat) -> Joining:
+    """Sequences that were handed to it and wait for memory or a place, taken for as long as those
+    that run. Of a worker that prefills, too, those that wait are prompts."""
+    load = beat.load
+    if "prefill" in beat.roles or not load.num_waiting:
+        return Joining()
+    each = load.context_tokens / load.num_running if load.num_running else 0.0
+    return Joining(load.num_waiting, load.num_waiting * each)
 
 
 def _burden(beat: Beat) -> tuple[int, int]:

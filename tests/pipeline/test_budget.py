@@ -302,7 +302,7 @@ def test_retry_after_is_honest(name: str, seed: int) -> None:
     assert said_s == pytest.approx(house.now_s, rel=0.3, abs=0.1)
 
 
-@settings(max_examples=10)
+@settings(max_examples=10, deadline=None)
 @given(
     num=st.integers(8, 60),
     num_prompt=st.integers(50, 1200),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -71,6 +71,11 @@ class BooksMachine(RuleBasedStateMachine):
             assert (
                 0 <= self.books.decode_ms(served, 50.0, 10.0) <= self.books.whole_ms(served) + 1e-6
             )
+            left = self.books.left_tokens(served, 50.0, 10.0)
+            charges = filter(None, map(self.books.find, self.there))
+            each = [one.left_tokens(50.0, 10.0) for one in charges if one.served == served]
+            assert abs(left - sum(each)) < 1e-6
+            assert left <= self.books.whole_tokens(served) + 1e-6
 
     def teardown(self) -> None:
         for request in list(self.there):
@@ -81,6 +86,7 @@ class BooksMachine(RuleBasedStateMachine):
 
 
 TestBooks = BooksMachine.TestCase
+TestBooks.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, database=None)
 
 
 def test_a_charge_runs_down_while_it_decodes() -> None:
@@ -117,6 +123,7 @@ def test_tenants_take_turns() -> None:
     assert books.queued_ms("m@1") == 1200
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0, 2000), min_size=1, max_size=20))
 def test_a_charge_without_an_end_is_forgotten(times: list[float]) -> None:
     """An end that was missed does not hold a budget for ever."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.gates import MAX_OVER, GateKey, Gates
@@ -12,6 +12,7 @@ def key(tenant: str = "") -> GateKey:
     return GateKey("m@1", "ttft", "chat", 1.0, tenant)
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0, 2), max_size=60))
 def test_a_gate_changes_only_across_the_whole_band(loads: list[float]) -> None:
     """Between two changes of a gate the load has crossed from over ``enter`` to ``leave``, or

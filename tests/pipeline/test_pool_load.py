@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.budget_books import Ahead
@@ -24,6 +24,7 @@ from tests.pipeline.budget_rig import COSTS, House, Sequence, ask, decoder, pref
 WAITS = st.lists(st.floats(0, 1e6), min_size=1, max_size=20)
 
 
+@settings(deadline=None)
 @given(WAITS, st.floats(0, 1e6))
 def test_queued_work_fills_up_to_the_level(waits: list[float], queued: float) -> None:
     """What is poured in is exactly what lies between the waits and the level."""
