@@ -19,10 +19,10 @@ import math
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
 
-from pipeline.cost_model import prefill_ms
 from pipeline.fleet import Fleet
 from pipeline.forecast import Forecast
 from schemas.control import Beat
+from schemas.profiles import StepCosts
 from schemas.subjects import ANY
 
 # How far ahead of a worker's need. Over a beat's time (500 ms) half of it may be mispredicted
@@ -40,7 +40,27 @@ class _Task:
 
     served: str
     worker: str  # or ``any``
-    prefill_ms: float  # predicted, where it may be any worker's
+    num_uncached: int
+
+
+@dataclass(slots=True)
+class _Shared:
+    """The prompts of tasks that lie in a pool's shared queue."""
+
+    num_tokens: int = 0
+    num_squares: int = 0
+
+    def add(self, sign: int, num_tokens: int) -> None:
+        self.num_tokens += sign * num_tokens
+        self.num_squares += sign * num_tokens * num_tokens
+
+    def part_ms(self, costs: StepCosts, num_workers: int) -> float:
+        """What one of so many workers will have of it."""
+        if not self.num_tokens:
+            return 0.0
+        squares = costs.prefill_square_ms * self.num_squares
+        tokens = costs.prefill_token_ms * self.num_tokens
+        return costs.prefill_base_ms + (tokens + squares) / num_workers
 
 
 class Openings:
@@ -56,9 +76,10 @@ class Openings:
         self._ahead_ms = ahead_ms
         self._tasks: OrderedDict[str, _Task] = OrderedDict()
         self._num_tasks: Counter[tuple[str, str]] = Counter()  # by pool and worker
-        self._any_ms: dict[str, float] = {}  # of those for ``any``, by pool
+        self._shared: dict[str, _Shared] = {}  # those for ``any``, by pool
         self._held: OrderedDict[str, str] = OrderedDict()  # claimed request -> worker
         self._num_held: Counter[str] = Counter()
+        self._last_open: dict[str, tuple[str, int]] = {}  # by pool: a worker, of how many
 
     # What is heard ---------------------------------------------------------------------------
 
@@ -67,11 +88,10 @@ class Openings:
         self._forget_task(request_id)
         if request_id in self._held:
             return  # its claim was faster than this news
-        took_ms = self._prefill_ms(served, num_uncached) if worker == ANY else 0.0
-        self._tasks[request_id] = _Task(served, worker, took_ms)
+        self._tasks[request_id] = _Task(served, worker, num_uncached)
         self._num_tasks[served, worker] += 1
         if worker == ANY:
-            self._any_ms[served] = self._any_ms.get(served, 0.0) + took_ms
+            self._shared.setdefault(served, _Shared()).add(1, num_uncached)
         if len(self._tasks) > _MAX_HELD:
             self._forget_task(next(iter(self._tasks)))
 
@@ -102,6 +122,8 @@ class Openings:
     def opens_s(self, served: str, now_s: float) -> float:
         """When some worker will be open, as far as time alone brings it: ``now_s`` if one is,
         infinite if none will be without news."""
+        if self._is_still_open(served, now_s):
+            return now_s
         beats = self._fleet.workers(served, "prefill")
         if not beats:
             return now_s
@@ -109,8 +131,17 @@ class Openings:
         for beat in beats:
             first_s = min(first_s, self._opens_s(beat, len(beats), now_s))
             if first_s <= now_s:
+                self._last_open[served] = beat.worker, len(beats)
                 break
         return first_s
+
+    def _is_still_open(self, served: str, now_s: float) -> bool:
+        """Whether the worker that was open when all were looked at is: mostly it is."""
+        worker, num_workers = self._last_open.get(served, ("", 0))
+        beat = self._fleet.worker(worker) if worker else None
+        if beat is None or beat.state != "ready" or beat.served != served:
+            return False
+        return "prefill" in beat.roles and self._opens_s(beat, num_workers, now_s) <= now_s
 
     def _opens_s(self, beat: Beat, num_workers: int, now_s: float) -> float:
         if not self._has_place(beat, num_workers):
@@ -123,7 +154,9 @@ class Openings:
         if math.isinf(wait_ms):
             return math.inf  # it is stale
         wait_ms -= _shared_base_ms(beat, depth)
-        wait_ms += self._any_ms.get(beat.served, 0.0) / num_workers
+        shared = self._shared.get(beat.served)
+        if shared is not None and beat.costs is not None:
+            wait_ms += shared.part_ms(beat.costs, num_workers)
         return now_s + max(0.0, wait_ms - self._ahead_ms) / 1000
 
     def _has_place(self, beat: Beat, num_workers: int) -> bool:
@@ -134,12 +167,6 @@ class Openings:
         num_coming = self._num_tasks[beat.served, beat.worker] + num_shared
         return num_coming < min(max(num_free, _FULL_AHEAD), _MAX_AHEAD)
 
-    def _prefill_ms(self, served: str, num_uncached: int) -> float:
-        """On the slowest worker that tells its costs: whoever takes it."""
-        beats = self._fleet.workers(served, "prefill")
-        costs = [self._forecast.costs(beat) for beat in beats]
-        return max((prefill_ms(one, num_uncached) for one in costs if one), default=0.0)
-
     def _forget_task(self, request_id: str) -> None:
         task = self._tasks.pop(request_id, None)
         if task is None:
@@ -149,9 +176,9 @@ class Openings:
         if not self._num_tasks[key]:
             del self._num_tasks[key]
         if task.worker == ANY:
-            self._any_ms[task.served] -= task.prefill_ms
-            if (task.served, ANY) not in self._num_tasks:
-                del self._any_ms[task.served]
+            self._shared[task.served].add(-1, task.num_uncached)
+            if key not in self._num_tasks:
+                del self._shared[task.served]
 
     def _let_go(self, request_id: str) -> None:
         worker = self._held.pop(request_id, None)
@@ -167,7 +194,7 @@ class Openings:
         tasks = Counter((task.served, task.worker) for task in self._tasks.values())
         assert tasks == self._num_tasks
         assert Counter(self._held.values()) == self._num_held
-        assert set(self._any_ms) == {served for served, worker in tasks if worker == ANY}
+        assert set(self._shared) == {served for served, worker in tasks if worker == ANY}
 
 
 def _shared_base_ms(beat: Beat, depth: float) -> float:
