@@ -273,6 +273,8 @@ class RadixIndex:
 
     def _make_room(self, hashes: Sequence[bytes]) -> None:
         """For all of ``hashes`` that are new, evict others, a share of the whole at least."""
+        if len(self._blocks) + len(hashes) <= self.max_blocks:
+            return  # even if all of them are
         while (num_new := sum(one not in self._blocks for one in hashes)) and (
             num_over := len(self._blocks) + num_new - self.max_blocks
         ) > 0:

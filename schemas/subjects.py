@@ -106,6 +106,7 @@ def check_request_id(request_id: str) -> str:
     return request_id
 
 
+@lru_cache(256)
 def check_reader(reader: str) -> str:
     """``reader`` itself when it has the form ``<broker user>.<name>``."""
     if not _READER.match(reader):
