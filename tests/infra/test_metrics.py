@@ -16,7 +16,7 @@ _UNITS = ("seconds", "bytes", "tokens", "requests", "messages", "blocks", "seque
           "gaps", "snapshots", "evicted", "lookups", "placements", "ratio")  # fmt: skip
 _LABELS = {
     "code", "outcome", "source", "stage", "state", "role", "tier", "transport", "what", "kind",
-    "reason", "verdict", "shortage",
+    "reason", "verdict", "shortage", "part",
     "model", "tenant", "priority",  # bounded: as many as are served; the first so many; classes
 }  # fmt: skip
 
