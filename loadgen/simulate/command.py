@@ -53,7 +53,9 @@ def simulate(
     speed: Annotated[
         float, typer.Option(help="--bus: fleet and trace so many times as fast")
     ] = 1.0,
-    workers_per_process: Annotated[int, typer.Option(help="--bus: at most")] = 100,
+    workers_per_process: Annotated[
+        int | None, typer.Option(help="--bus: at most; else so many that all cores have some")
+    ] = None,
     time_scale: Annotated[
         float | None, typer.Option(help="--bus: of beats, leases and windows; else by the fleet's")
     ] = None,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from infra.config import num_cores
 from infra.times import Times
 from loadgen.simulate.fleet_plan import FleetPlan, read_fleet
 from loadgen.simulate.options import SimulationOptions
@@ -21,6 +22,11 @@ ENGINES = "simulated engines on the real bus"
 _WORKERS_AT_BEAT = 200  # whose beats and pulls of twice a second cost a fifth of a core
 _LEAST_SCALE, _MOST_SCALE = 0.25, 100.0
 _MOST_CONTROLS = 16
+_FEW_WORKERS, _MANY_WORKERS = 6, 100  # of one process
+
+
+def _or_one(told: float | None) -> float:
+    return 1 if told is None else told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +42,7 @@ class BusOptions:
     """
 
     speed: float = 1.0
-    workers_per_process: int = 100
+    workers_per_process: int | None = None  # None: see :attr:`BusRun.num_processes`
     time_scale: float | None = None  # of the protocol; None: see :attr:`BusRun.time_scale`
     trace_scale: float = 1.0  # of the trace's lengths
     drain_s: float = 600.0  # that the last requests get, in the fleet's time
@@ -45,8 +51,8 @@ class BusOptions:
     def __post_init__(self) -> None:
         for name, low, value, high in (
             ("speed", 0.01, self.speed, 1000.0),
-            ("workers_per_process", 1, self.workers_per_process, MAX_CREW),
-            ("time_scale", 0.05, self.time_scale or 1.0, _MOST_SCALE),
+            ("workers_per_process", 1, _or_one(self.workers_per_process), MAX_CREW),
+            ("time_scale", 0.05, _or_one(self.time_scale), _MOST_SCALE),
             ("scale", 0.01, self.trace_scale, 100.0),
         ):
             if not low <= value <= high:
@@ -59,6 +65,9 @@ class BusOptions:
 class BusRun:
     """A fleet, a trace, and how.
 
+    Attributes:
+        workers: all of the plan, at the speed of the fleet they stand for.
+
     Raises:
         ConfigError: something in the plan that only virtual time can do.
     """
@@ -67,6 +76,7 @@ class BusRun:
     trace: tuple[TraceEntry, ...]
     trace_name: str
     options: BusOptions
+    workers: tuple[CrewWorker, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         if not self.trace:
@@ -76,18 +86,22 @@ class BusRun:
                 f"routers is {self.plan.routers}; on the bus {_MOST_CONTROLS} at most",
                 param="routers",
             )
-        crew_of(self.plan)
-
-    @property
-    def workers(self) -> tuple[CrewWorker, ...]:
-        """All workers, at the speed of the fleet they stand for."""
-        return crew_of(self.plan)
+        object.__setattr__(self, "workers", crew_of(self.plan))
 
     @property
     def crews(self) -> tuple[tuple[CrewWorker, ...], ...]:
         """The workers of each process, dealt out like cards: a process has some of each role."""
-        num = -(-len(self.workers) // self.options.workers_per_process)
+        num = self.num_processes
         return tuple(self.workers[number::num] for number in range(num))
+
+    @property
+    def num_processes(self) -> int:
+        """Of workers: one per core unless they would be very few each, or over a hundred."""
+        num_workers, told = len(self.workers), self.options.workers_per_process
+        if told is not None:
+            return -(-num_workers // told)
+        shared = min(num_cores(), -(-num_workers // _FEW_WORKERS))
+        return max(shared, -(-num_workers // _MANY_WORKERS))
 
     @property
     def context_length(self) -> int:

@@ -115,6 +115,16 @@ def test_a_process_has_some_of_each_role() -> None:
     assert all({one.role for one in crew} == {"prefill", "decode"} for crew in run.crews)
 
 
+def test_every_core_has_a_process_unless_workers_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no process has more than a hundred."""
+    monkeypatch.setattr("loadgen.simulate_bus.settings.num_cores", lambda: 4)
+    nums = []
+    for count in (5, 12, 200, 1000):
+        group = WorkerGroup(name="b", role="both", count=count, costs=COSTS, kv_tokens=4096)
+        nums.append(run_of(replaced(workers=(group,))).num_processes)
+    assert nums == [1, 2, 4, 10]
+
+
 def test_beats_go_with_the_fleet_and_not_faster_than_the_machine_can() -> None:
     """Slow motion slows beats as well; a thousand workers beat no faster than it is good for."""
     assert run_of().time_scale == 1.0
