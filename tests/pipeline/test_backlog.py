@@ -37,6 +37,23 @@ async def test_all_queues_of_a_model_count_and_no_others(bus: Bus) -> None:
     await backlog.enter("other@r1")
 
 
+async def test_those_that_wait_for_their_turn_count(bus: Bus) -> None:
+    """They are no tasks yet: here they are counted by whoever lets them wait, in other processes by
+    the admissions without an ack, but for those that are at work."""
+    num_here = 3
+    backlog = Backlog(bus, 4, lambda served: num_here if served == SERVED else 0)
+    await backlog.enter(SERVED)
+    with pytest.raises(QueueFull):
+        await backlog.enter(SERVED)
+    await backlog.enter("other@r1")
+    for _ in range(80):
+        await bus.publish_stored(subjects.admission("tiny"), b"one more")
+    with pytest.raises(QueueFull) as caught:
+        await Backlog(bus, 16, lambda served: num_here).enter(SERVED)
+    assert "16 requests" in caught.value.message
+    await Backlog(bus, 16, lambda served: 0).enter(SERVED)
+
+
 async def test_the_count_is_asked_for_again_after_a_second(bus: Bus) -> None:
     """Between two counts our own admissions are added; then the broker's word counts alone."""
     clock = Clock()

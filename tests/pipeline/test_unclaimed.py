@@ -15,8 +15,9 @@ from pipeline.unclaimed import Unclaimed
 from schemas import subjects
 from schemas.control import Adopt, Beat
 from schemas.prefill import PrefillTask
+from schemas.requests import RequestRecord
 from schemas.tokens import Cancelled, Expired
-from tests.pipeline.rig import READER, SERVED, LogLines, new_id, send
+from tests.pipeline.rig import READER, SERVED, LogLines, new_id, record, send
 
 WINDOW_S = 30.0
 DEAD, LIVE = "bridge-dead-0a1b", "bridge-live-0a1b"
@@ -34,7 +35,10 @@ class Scene:
         self.chain = ClaimChain(self.bus)
         self.roll = Attendance(WINDOW_S, time.monotonic() - 2 * WINDOW_S)
         log = make_logger("test", stream=self.lines.stream)
-        self.unclaimed = Unclaimed(self.bus, self.chain, self.roll, log)
+        self.here: list[RequestRecord] = []
+        self.unclaimed = Unclaimed(
+            self.bus, self.chain, self.roll, log, waiting=lambda: iter(self.here)
+        )
 
     async def queue(self, reader: str, deadline_unix_ms: int = FAR_MS) -> str:
         request_id = new_id()
@@ -77,6 +81,19 @@ async def test_a_dead_bridges_waiting_requests_are_cancelled(scene: Scene) -> No
     assert await scene.num_waiting() == 3
     logged = scene.lines.events("waiting_request_ended")
     assert [line["request_id"] for line in logged] == lost
+
+
+async def test_those_that_wait_in_this_process_are_looked_at_too(scene: Scene) -> None:
+    """They have no task in a queue yet; what ends their waiting is the entry on their chain."""
+    hear(scene.roll, DEAD, age_s=WINDOW_S + 1)
+    hear(scene.roll, LIVE, age_s=0.0)
+    dead, live = subjects.bridge_reader(DEAD), subjects.bridge_reader(LIVE)
+    lost, kept = record(new_id(), reader=dead), record(new_id(), reader=live)
+    scene.here += [lost, kept]
+    assert await scene.unclaimed.look() == 1
+    ended = Cancelled(request_id=lost.request_id, reason=ABANDONED)
+    assert (await scene.chain.tip(dead, lost.request_id)).entry == ended
+    assert (await scene.chain.tip(live, kept.request_id)).seq == 0
 
 
 async def test_what_is_past_its_deadline_makes_room(scene: Scene) -> None:
