@@ -6,7 +6,7 @@ itself may not judge: after its own pause every count starts anew.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from schemas.control import Beat
@@ -38,7 +38,8 @@ class Fleet:
         self._drained: set[str] = set()  # those of them that said before that they would go
         self._verdicts: list[Beat] = []
         self._listening_since_s = now_s
-        self._layouts: dict[str, dict[str, Layout]] = {}  # by model, until somebody changes
+        # By model, until somebody changes: of each worker, and those that there are.
+        self._layouts: dict[str, tuple[dict[str, Layout], list[Layout]]] = {}
 
     def hear(self, beat: Beat, now_s: float) -> None:
         """Take a heartbeat. One that says "gone" is a verdict: no need to wait for silence."""
@@ -115,10 +116,19 @@ class Fleet:
     def layouts(self, served: str) -> Mapping[str, Layout]:
         """Fingerprint and block size of each live worker of ``served``, whatever it does for it.
         Kept until somebody comes, goes or changes: a prompt that is looked up asks."""
+        return self._known_layouts(served)[0]
+
+    def distinct_layouts(self, served: str) -> Sequence[Layout]:
+        """The different ones among them, sorted."""
+        return self._known_layouts(served)[1]
+
+    def _known_layouts(self, served: str) -> tuple[dict[str, Layout], list[Layout]]:
         found = self._layouts.get(served)
         if found is None:
-            found = {one.worker: (one.fingerprint, one.block_size) for one in self.serving(served)}
-            self._layouts[served] = found
+            by_worker = {
+                one.worker: (one.fingerprint, one.block_size) for one in self.serving(served)
+            }
+            found = self._layouts[served] = (by_worker, sorted(set(by_worker.values())))
         return found
 
     def max_sequence_tokens(self, served: str) -> int | None:

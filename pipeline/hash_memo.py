@@ -13,12 +13,16 @@ holds, so prompts that nobody knows leave nothing here.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator, Sequence
 from itertools import islice
+
+import xxhash
 
 from pipeline.prefix_hash import ID_BYTES, iter_prefix_hashes
 
 PIECE_BLOCKS = 64
+_STEP = 16  # blocks of an unknown piece that are hashed at once: it may be the last asked for
 _MAX_PIECES = 2048  # of 16-token blocks: 2 million tokens, 15 MB
 
 
@@ -31,33 +35,36 @@ class HashMemo:
 
     def __init__(self, max_pieces: int = _MAX_PIECES) -> None:
         self._max_pieces = max_pieces
+        self._seed = secrets.randbits(64)  # so that nobody can make two pieces look alike
         self._pieces: dict[tuple[bytes, int, bytes], tuple[bytes, ...]] = {}  # oldest first
 
     def __len__(self) -> int:
         return len(self._pieces)
 
     def runs(self, packed_ids: bytes, block_size: int, salt: bytes) -> Iterator[Sequence[bytes]]:
-        """The hashes of :func:`iter_prefix_hashes` in runs, each made when it is asked for: one,
-        the rest of the first piece, then a piece at a time.
+        """The hashes of :func:`iter_prefix_hashes` in runs, each made when it is asked for: the
+        first one alone, then remembered pieces, or a few of what is not remembered.
 
-        Cost: 0.9 µs per block that has to be hashed, 0.02 µs per block that is remembered.
+        Cost: 0.9 µs per block that has to be hashed, 0.01 µs per block that is remembered.
         """
         size = PIECE_BLOCKS * block_size * ID_BYTES
-        parent = salt
+        parent, view = salt, memoryview(packed_ids)
         for start in range(0, len(packed_ids), size):
-            key = (parent, block_size, packed_ids[start : start + size])
+            piece = view[start : start + size]
+            key = (parent, block_size, xxhash.xxh3_128_digest(piece, self._seed))
             known = self._pieces.pop(key, None)
             if known is not None:
                 self._pieces[key] = known  # last used, last to go
                 yield known
             else:
-                hashes = iter_prefix_hashes(key[2], block_size, parent)
-                first = tuple(islice(hashes, 0 if start else 1))
-                if first:
-                    yield first
-                rest = tuple(hashes)
-                yield rest
-                known = first + rest
+                hashes = iter(iter_prefix_hashes(bytes(piece), block_size, parent))
+                made: list[bytes] = []
+                take = _STEP if start else 1
+                while run := tuple(islice(hashes, take)):
+                    yield run
+                    made += run
+                    take = _STEP
+                known = tuple(made)
                 if len(known) < PIECE_BLOCKS:
                     return  # the prompt ends here
                 self._remember(key, known)

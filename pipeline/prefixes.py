@@ -57,7 +57,7 @@ class Prefixes:
             return {}
         layout_of = self._fleet.layouts(record.served)
         found: dict[str, Match] = {}
-        for layout in sorted(set(layout_of.values())):
+        for layout in self._fleet.distinct_layouts(record.served):
             fingerprint, block_size = layout
             if block_size > 0:
                 matches = self._lookup(record, fingerprint, block_size)
