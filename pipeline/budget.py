@@ -18,12 +18,12 @@ costs; without either nothing is over budget, and only the queue's bound refuses
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 
 from pipeline.budget_books import Books, Charge
 from pipeline.budget_case import Case, EarlyRejection, Pool, Reading
-from pipeline.degradation import Overload, degrade, degrade_unreachable
+from pipeline.degradation import Drain, Overload, degrade, degrade_unreachable
 from pipeline.fleet import Fleet
 from pipeline.forecast import Forecast
 from pipeline.gates import GateKey, Gates
@@ -65,6 +65,7 @@ class Budget:
         self._on_verdict = on_verdict
         self._books = Books()
         self._gates = Gates()
+        self._drains: dict[Hashable, Drain] = {}
 
     @property
     def books(self) -> Books:
@@ -100,7 +101,15 @@ class Budget:
         if not short:
             return Admit(forecast=case.forecasted)
         return degrade(
-            Overload(case=case, policy=policy, short=short, over=over, enter=enter, leave=leave)
+            Overload(
+                case=case,
+                policy=policy,
+                short=short,
+                over=over,
+                enter=enter,
+                leave=leave,
+                drains=self._drains,
+            )
         )
 
     def _over(

@@ -216,7 +216,14 @@ class Books:
 
     def decode_ms(self, served: str, at_s: float, step_ms: float) -> float:
         """Decode charges as they will be at ``at_s``, if nothing is added."""
-        return sum(charge.decode_ms(at_s, step_ms) for charge in self._charges(served))
+        total, per_s = 0.0, 1000 / step_ms if step_ms > 0 else 0.0
+        for charge in self._charges(served):  # as Charge.decode_ms, without calls for each
+            left, begins_s = charge.num_tokens, charge.begins_s
+            if begins_s is not None and at_s > begins_s:
+                left -= (at_s - begins_s) * per_s * charge.num_choices
+            if left > 0:
+                total += min(left, charge.cap_tokens) * charge.token_ms
+        return total
 
     def whole_tokens(self, served: str) -> float:
         """That all together will generate, as if none had begun."""

@@ -8,8 +8,9 @@ refuse     429 with the time until the same request would be admitted
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pipeline.budget_case import Case
 from pipeline.policy import Policy, Rung
@@ -17,6 +18,8 @@ from pipeline.verdict import Ask, Clamp, Fallback, Refuse, Shortage, Verdict, Wa
 from schemas import subjects
 from schemas.errors import MeshError, OverBudget, SloUnreachable
 
+DRAIN_KEPT_S = 0.25
+_MAX_DRAINS = 1024
 UNKNOWN_S = 1.0  # told where nobody knows
 _CLAMPED: frozenset[Shortage] = frozenset(("kv", "decode"))  # what fewer tokens are good for
 _WORDS: dict[Shortage, str] = {
@@ -27,6 +30,13 @@ _WORDS: dict[Shortage, str] = {
 }
 
 
+class Drain(NamedTuple):
+    """When requests of one kind would be admitted, as found at ``asked_s``."""
+
+    asked_s: float
+    until_s: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overload:
     """A case that does not fit.
@@ -35,6 +45,7 @@ class Overload:
         short: the budgets that have no room for it, in the order of a request's life.
         over: those of them that are over for all of its group, and stay so until they are left.
         enter, leave: loads, its share taken in.
+        drains: what was found lately; kept by whoever judges.
     """
 
     case: Case
@@ -43,6 +54,7 @@ class Overload:
     over: frozenset[Shortage]
     enter: float
     leave: float
+    drains: dict[Hashable, Drain]
 
     @property
     def shortage(self) -> Shortage:
@@ -50,8 +62,23 @@ class Overload:
         return self.short[0]
 
     def drain_s(self) -> float | None:
-        """When it would be admitted: what is over must be left, the rest not be entered."""
-        return self.case.drain_s(dict.fromkeys(self.over, self.leave), self.enter)
+        """When it would be admitted: what is over must be left, the rest not be entered. What was
+        found for one like it a moment ago counts: in a crowd looking costs more than it tells."""
+        ask = self.case.ask
+        likeness = (
+            ask.served, ask.tenant, ask.slo, self.enter, self.over, ask.num_prompt.bit_length(),
+        )  # fmt: skip
+        found = self.drains.get(likeness)
+        if found is None or not found.asked_s <= ask.now_s < min(
+            found.asked_s + DRAIN_KEPT_S, found.until_s
+        ):
+            drain_s = self.case.drain_s(dict.fromkeys(self.over, self.leave), self.enter)
+            if drain_s is None:
+                return None
+            if len(self.drains) >= _MAX_DRAINS:
+                self.drains.clear()
+            found = self.drains[likeness] = Drain(ask.now_s, ask.now_s + drain_s)
+        return found.until_s - ask.now_s
 
 
 def degrade(over: Overload) -> Verdict:

@@ -75,6 +75,9 @@ class BooksMachine(RuleBasedStateMachine):
             charges = filter(None, map(self.books.find, self.there))
             each = [one.left_tokens(50.0, 10.0) for one in charges if one.served == served]
             assert abs(left - sum(each)) < 1e-6
+            charges = filter(None, map(self.books.find, self.there))
+            whole = sum(one.decode_ms(50.0, 10.0) for one in charges if one.served == served)
+            assert abs(self.books.decode_ms(served, 50.0, 10.0) - whole) <= 1e-6 * (1 + whole)
             assert left <= self.books.whole_tokens(served) + 1e-6
 
     def teardown(self) -> None:
