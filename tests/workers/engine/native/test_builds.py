@@ -34,7 +34,8 @@ AVX512_BF16 = AVX2 | {
 STRICT = ("-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-std=c++20", "-ffp-contract=off")
 DRIVER = Path(__file__).with_name("sanitized_driver.cpp")
 BLOCKS_DRIVER = Path(__file__).with_name("quantised_driver.cpp")
-OTHERS = ("quantise", "thread_team")  # what the driver of blocks needs beside products
+TEAM_DRIVER = Path(__file__).with_name("team_driver.cpp")
+OTHERS = ("quantise", "thread_team", "weight_memory")  # what the driver of blocks needs beside products
 SANITIZED = (
     *STRICT, *target_options(AVX2), "-O1", "-g", "-fPIC", "-pthread", f"-I{SOURCES}",
     "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer",
@@ -93,6 +94,19 @@ def test_blocks_under_sanitizers_and_with_sixteen_lanes(
     lines = output_of(narrow)
     assert len(lines.splitlines()) == 3 * 2 * 6 * 4 + 2
     assert lines == output_of(wide)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_team_does_each_task_once_without_a_race(tmp_path: Path) -> None:
+    """Under the thread sanitizer: what one loop wrote is there for the next, whoever did it, and
+    whoever woke late."""
+    options = (
+        *STRICT, "-O1", "-g", "-fPIC", "-pthread", f"-I{SOURCES}", "-fsanitize=thread",
+    )  # fmt: skip
+    program = tmp_path / "driver"
+    compile_files([SOURCES / "thread_team.cpp", TEAM_DRIVER], options, program)
+    assert output_of(program) == "ok\n"
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@
 
 #include "memory.h"
 #include "thread_team.h"
+#include "weight_memory.h"
 
 namespace mesh {
 
@@ -38,7 +39,7 @@ struct PackedLinear {
   WeightKind kind;
   int num_outputs;
   int num_inputs;
-  Array<std::byte> data;  // laid out by the kernel of `kind`
+  WeightMemory data;  // laid out by the kernel of `kind`
   Array<float> bias;      // a value per output of every panel; zero where a layer has none
 };
 
@@ -73,6 +74,9 @@ class LinearKernel {
 
   // How many outputs are computed together.
   virtual int panel_outputs() const = 0;
+
+  // Panels that go best together where there is but one row.
+  virtual int panels_at_once() const { return 2; }
 
   // Bytes of one packed panel.
   virtual size_t panel_bytes(int num_inputs) const = 0;

@@ -37,9 +37,10 @@ MESH_INLINE void multiply_values(const std::byte* values, const FourBitInputs* c
     const __m256i bits[2] = {_mm256_loadu_si256(from), _mm256_loadu_si256(from + 1)};
 #pragma GCC unroll 4
     for (int part = 0; part < 4; ++part) {
-      const __m256i weights[2] = {
-          _mm256_and_si256(_mm256_srli_epi16(bits[0], kShifts[part]), lowest),
-          _mm256_and_si256(_mm256_srli_epi16(bits[1], kShifts[part]), lowest)};
+      __m256i weights[2] = {_mm256_srli_epi16(bits[0], kShifts[part]),
+                            _mm256_srli_epi16(bits[1], kShifts[part])};
+      if (part < 3)  // the highest four bits stand alone
+        for (__m256i& half : weights) half = _mm256_and_si256(half, lowest);
 #pragma GCC unroll 8
       for (int row = 0; row < Rows; ++row) {
         const __m256i inputs = splat_pair(rows[row]->integers + 8 * word + 2 * part);

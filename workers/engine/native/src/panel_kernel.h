@@ -20,6 +20,7 @@ class PanelKernel : public LinearKernel {
   using Item = typename Weights::Item;
 
   int panel_outputs() const override { return kPanelOutputs; }
+  int panels_at_once() const override { return 4; }
   size_t panel_bytes(int num_inputs) const override { return Product::panel_bytes(num_inputs); }
 
   const char* refusal(int num_inputs) const override {

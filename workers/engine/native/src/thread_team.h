@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <thread>
 #include <vector>
 
@@ -10,6 +11,11 @@ namespace mesh {
 
 // The calling thread is one of the team. Idle threads spin for some microseconds, as the next loop
 // of a step follows at once, and then sleep until woken: between steps a team takes no time.
+//
+// A decode step is hundreds of loops of some microseconds, and a word that two cores write goes
+// back and forth between them in a fifth of one. So the first tasks belong to one thread each,
+// which begins without asking anybody; only the others are taken from a common counter. Who makes
+// the first ones as large as they may be has the least to share.
 //
 // One thread calls `run` at a time.
 class ThreadTeam {
@@ -37,20 +43,36 @@ class ThreadTeam {
  private:
   using Call = void (*)(const void* context, int64_t task);
 
+  // What runs, all in one line of the cache. What is no atomic is fixed while a task is open.
+  struct alignas(64) Loop {
+    std::atomic<uint64_t> word{0};  // | number | num_owned |: changes when there is something to do
+    std::atomic<bool> stopping{false};
+    uint64_t number = 0;
+    Call call = nullptr;
+    const void* context = nullptr;
+    int64_t first_task = 0;
+  };
+
+  // A thread's own line: others only read it, unless they take its task from it.
+  struct alignas(64) Member {
+    std::atomic<uint64_t> begun{0};  // the last loop whose own task was begun, by whomever
+    std::atomic<uint64_t> done{0};   // | loop | how many tasks of it this thread has done |
+  };
+
   void share(int64_t num_tasks, const void* context, Call call);
   void share_part(int64_t num_tasks, const void* context, Call call);
-  void work();
-  void take_tasks(uint64_t ticket);
+  void work(size_t number);
+  static bool begin_own(Member& of, uint64_t loop);
+  void do_task(Member& by, uint64_t loop, uint64_t task);
+  void take_common(Member& by);
+  void await_all(uint64_t loop, int64_t num_tasks) const;
+  int64_t num_done(uint64_t loop) const;  // of its tasks, by all threads
 
   // One word says which loop runs, how many tasks it has and which is next, so that a thread that
   // wakes late can't take a number of one loop for a task of another.
   alignas(64) std::atomic<uint64_t> ticket_{0};
-  alignas(64) std::atomic<uint32_t> num_done_{0};
-  alignas(64) std::atomic<uint32_t> loop_{0};  // changes when there is something to do
-  std::atomic<bool> stopping_{false};
-  Call call_ = nullptr;              // of the loop that runs; fixed while a task is open
-  const void* context_ = nullptr;
-  int64_t first_task_ = 0;
+  Loop loop_;
+  std::unique_ptr<Member[]> members_;  // the calling thread's is the first
   std::vector<std::thread> threads_;
 };
 
