@@ -35,7 +35,8 @@ STRICT = ("-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-std=c++20", "-ffp-contr
 DRIVER = Path(__file__).with_name("sanitized_driver.cpp")
 BLOCKS_DRIVER = Path(__file__).with_name("quantised_driver.cpp")
 TEAM_DRIVER = Path(__file__).with_name("team_driver.cpp")
-OTHERS = ("quantise", "thread_team", "weight_memory")  # what the driver of blocks needs beside products
+# What the driver of blocks needs beside products.
+OTHERS = ("quantise", "thread_team", "weight_memory")
 SANITIZED = (
     *STRICT, *target_options(AVX2), "-O1", "-g", "-fPIC", "-pthread", f"-I{SOURCES}",
     "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer",
