@@ -167,8 +167,9 @@ class Metrics:
             registry=registry, buckets=_SECONDS,
         )  # fmt: skip
         self.over_budget = Counter(
-            "mesh_over_budget_requests_total", "Requests over their model's compute budget, by what became "
-            "of them (wait, clamp, fallback, refuse) and by what was short (ttft, tbt, decode, kv)",
+            "mesh_over_budget_requests_total", "Requests over their model's compute budget, by "
+            "what became of them (wait, clamp, fallback, refuse) and by what was short (ttft, tbt, "
+            "decode, kv)",
             ["verdict", "shortage"], registry=registry,
         )  # fmt: skip
 
