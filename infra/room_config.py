@@ -17,7 +17,7 @@ class RoomConfig(RouteConfig):
     """A part of :class:`infra.config.ControlConfig`, and those of the router."""
 
     ahead_ms: float = setting(
-        250.0,
+        100.0,
         number(0, 60_000),
         "requests wait in control, in fair order, while every worker has more than this in front "
         "of it, by prediction. Less is fairer, too little lets workers idle",

@@ -22,9 +22,9 @@ from loadgen.simulate.result import SimulationResult
 TRACE = "headline"
 MESH, SEPARATE = "h100-70b-mesh", "h100-70b-separate"
 LIMIT_MS = 500.0
-_LOWEST, _HIGHEST = 1 / 2, 4.0  # of the trace's own rate
+_LOWEST, _HIGHEST = 1 / 2, 8.0  # of the trace's own rate
 _WARM_SHARE = 1 / 3  # of the trace's time
-_STEPS = 6  # halvings: to within 3 % of the rate
+_STEPS = 6  # halvings: to within 5 % of the rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -88,7 +88,7 @@ def test_every_trace_of_a_scenario_can_be_made(name: str) -> None:
     path = scenarios.trace_file(name)
     assert path.read_text().startswith("# ")
     recipe = read_recipe(path)
-    assert len(make_trace(recipe.at_rate(0.05))) > 10
+    assert len(make_trace(recipe.at_rate(0.2))) > 10
 
 
 def test_an_unknown_scenario_is_named_with_those_there_are() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipeline.fair_queue import Ticket
 from pipeline.fleet import Fleet
 from pipeline.forecast import DecodeForecast
-from pipeline.openings import AHEAD_MS, Openings
+from pipeline.openings import Openings
 from pipeline.verdict import Admit, Refuse, Wait
 from pipeline.waiting_room import WaitingRoom
 from schemas.control import Beat
@@ -29,6 +29,7 @@ COSTS = StepCosts(
     decode_context_ms=0.0,
     decode_sequence_ms=0.0,
 )
+AHEAD_MS = 250.0  # what the numbers below are made for
 NOW_S = 50.0
 
 
@@ -107,7 +108,7 @@ def test_without_a_worker_nobody_waits_here() -> None:
 def test_a_pool_is_open_while_some_worker_waits_little() -> None:
     """One worker with less than the horizon in front of it is enough; at the edge it counts."""
     told = Told({"w1": AHEAD_MS + 100, "w2": AHEAD_MS})
-    openings = Openings(fleet_of("w1", "w2"), told)
+    openings = Openings(fleet_of("w1", "w2"), told, ahead_ms=AHEAD_MS)
     assert openings.is_open(SERVED, NOW_S)
     told.wait_ms["w2"] = AHEAD_MS + 50
     assert not openings.is_open(SERVED, NOW_S)
@@ -117,14 +118,14 @@ def test_a_pool_is_open_while_some_worker_waits_little() -> None:
 
 def test_stale_workers_have_no_room() -> None:
     """All are silent: nobody is sent there, and time alone does not change it."""
-    openings = Openings(fleet_of("w1"), Told({"w1": math.inf}, {"w1": math.inf}))
+    openings = Openings(fleet_of("w1"), Told({"w1": math.inf}, {"w1": math.inf}), ahead_ms=AHEAD_MS)
     assert openings.opens_s(SERVED, NOW_S) == math.inf
 
 
 def test_a_worker_without_costs_is_judged_by_how_many_wait() -> None:
     """Nothing else is known of it."""
     told = Told({"w1": None}, {"w1": 15.0})
-    openings = Openings(fleet_of("w1"), told)
+    openings = Openings(fleet_of("w1"), told, ahead_ms=AHEAD_MS)
     assert openings.is_open(SERVED, NOW_S)
     told.depth["w1"] = 16.0
     assert openings.opens_s(SERVED, NOW_S) == math.inf
@@ -133,15 +134,19 @@ def test_a_worker_without_costs_is_judged_by_how_many_wait() -> None:
 def test_prompts_that_come_together_share_steps() -> None:
     """Ten short prompts since the beat are predicted as ten prefills, and take little more than
     one: of each but one, the base of a step is not waited for."""
-    openings = Openings(fleet_of("w1"), Told({"w1": 10 * 22.0 + 200}, {"w1": 10.0}))
+    openings = Openings(
+        fleet_of("w1"), Told({"w1": 10 * 22.0 + 200}, {"w1": 10.0}), ahead_ms=AHEAD_MS
+    )
     assert openings.is_open(SERVED, NOW_S)
-    openings = Openings(fleet_of("w1"), Told({"w1": 10 * 22.0 + 200}, {"w1": 1.0}))
+    openings = Openings(
+        fleet_of("w1"), Told({"w1": 10 * 22.0 + 200}, {"w1": 1.0}), ahead_ms=AHEAD_MS
+    )
     assert not openings.is_open(SERVED, NOW_S)
 
 
 def test_tasks_for_anybody_count_until_they_are_claimed() -> None:
     """No beat and no forecast tells of them."""
-    openings = Openings(fleet_of("w1", "w2"), Told())
+    openings = Openings(fleet_of("w1", "w2"), Told(), ahead_ms=AHEAD_MS)
     for i in range(6):
         openings.sent(f"r{i}", SERVED, ANY, 80)  # 100 ms each
     assert not openings.is_open(SERVED, NOW_S)
@@ -152,7 +157,7 @@ def test_tasks_for_anybody_count_until_they_are_claimed() -> None:
 
 def test_a_full_worker_gets_a_few_ahead_of_its_need() -> None:
     """So that what ends is replaced at once, and the others keep their place in the order."""
-    openings = Openings(fleet_of("w1", num_free_slots=2), Told())
+    openings = Openings(fleet_of("w1", num_free_slots=2), Told(), ahead_ms=AHEAD_MS)
     for name in ("x", "y"):
         openings.claimed(name, "w1")
     num_ahead = 0
@@ -171,7 +176,7 @@ def test_a_full_worker_gets_a_few_ahead_of_its_need() -> None:
 def test_news_may_come_in_any_order() -> None:
     """A claim that is faster than word of where the request went; ends of nobody; a move from a
     prefill to a decode worker."""
-    openings = Openings(fleet_of("w1", "w2"), Told())
+    openings = Openings(fleet_of("w1", "w2"), Told(), ahead_ms=AHEAD_MS)
     openings.claimed("r", "w1")
     openings.sent("r", SERVED, "w1")
     openings.claimed("r", "w2")
@@ -189,7 +194,7 @@ def test_news_may_come_in_any_order() -> None:
 def test_who_finds_room_and_nobody_waiting_goes_at_once() -> None:
     """Whoever comes later does not overtake those that wait."""
     told = Told({"w1": 1000.0})
-    room = WaitingRoom(fleet_of("w1"), told)
+    room = WaitingRoom(fleet_of("w1"), told, ahead_ms=AHEAD_MS)
     assert arrive(room, ticket("first")) == [False]
     told.wait_ms["w1"] = 0.0
     assert arrive(room, ticket("second")) == [False]
@@ -201,7 +206,7 @@ def test_who_finds_room_and_nobody_waiting_goes_at_once() -> None:
 def test_no_more_go_than_there_is_room_for() -> None:
     """Those let go in the same moment count before any worker tells of them."""
     told = Told({"w1": AHEAD_MS + 1})
-    room = WaitingRoom(fleet_of("w1"), told)
+    room = WaitingRoom(fleet_of("w1"), told, ahead_ms=AHEAD_MS)
     assert not any(arrive(room, *(ticket(f"r{i}", num=80) for i in range(20))))
     told.wait_ms["w1"] = 0.0
     assert let_go(room) == ["r0", "r1", "r2"]  # 100 ms each, and up to the horizon is ahead
@@ -211,7 +216,7 @@ def test_no_more_go_than_there_is_room_for() -> None:
 def test_tenants_take_turns_and_ends_are_settled() -> None:
     """The room is the fair queue with a door."""
     told = Told({"w1": 1000.0})
-    room = WaitingRoom(fleet_of("w1"), told)
+    room = WaitingRoom(fleet_of("w1"), told, ahead_ms=AHEAD_MS)
     for i in range(4):
         room.push(ticket(f"big-{i}", "big"), NOW_S)
     room.push(ticket("small-0", "small"), NOW_S)
@@ -227,7 +232,7 @@ def test_pools_do_not_wait_for_each_other() -> None:
     fleet = fleet_of("w1")
     fleet.hear(msgspec.structs.replace(beat("w2"), costs=COSTS, served="other@r1"), NOW_S)
     told = Told({"w1": 1000.0, "w2": 1000.0})
-    room = WaitingRoom(fleet, told)
+    room = WaitingRoom(fleet, told, ahead_ms=AHEAD_MS)
     for i in range(10):
         room.push(ticket(f"r{i}"), NOW_S)
     room.push(ticket("else", served="other@r1"), NOW_S)
@@ -240,7 +245,7 @@ def test_pools_do_not_wait_for_each_other() -> None:
 def test_who_leaves_is_not_let_go() -> None:
     """Cancelled, expired, or claimed by way of another control process."""
     told = Told({"w1": 1000.0})
-    room = WaitingRoom(fleet_of("w1"), told)
+    room = WaitingRoom(fleet_of("w1"), told, ahead_ms=AHEAD_MS)
     for name in ("gone", "ended", "elsewhere", "stays"):
         room.push(ticket(name), NOW_S)
     assert room.leave("gone") == ticket("gone")
@@ -264,7 +269,10 @@ def test_the_first_waits_for_its_budget_and_the_others_for_the_first() -> None:
     }
     told = Told({"w1": 1000.0})
     room = WaitingRoom(
-        fleet_of("w1"), told, gate=lambda one, _: verdicts.get(one.request_id, Admit())
+        fleet_of("w1"),
+        told,
+        gate=lambda one, _: verdicts.get(one.request_id, Admit()),
+        ahead_ms=AHEAD_MS,
     )
     for name in ("large", "small"):
         room.push(ticket(name), NOW_S)
@@ -306,7 +314,7 @@ def test_the_budget_may_refuse_in_the_end() -> None:
 def test_whatever_is_heard_every_request_goes_or_leaves_once(steps: list[tuple[str, int]]) -> None:
     """News of requests in any order, known ones and unknown ones: the books stay in order."""
     told = Told()
-    room = WaitingRoom(fleet_of("w1", "w2"), told)
+    room = WaitingRoom(fleet_of("w1", "w2"), told, ahead_ms=AHEAD_MS)
     inside: set[str] = set()
     for kind, number in steps:
         name = f"r{number}"
