@@ -4,9 +4,10 @@ Its figures come in sections, each a module with a function ``measure``, importe
 
     def measure(plan: RoutePlan) -> RouteSection: ...
 
-All but ``decision`` and ``real`` are simulated: the fleets and traces of ``loadgen/scenarios``, the
-mesh's own decisions, on virtual time. Such a figure is the mean over traces of several seeds, and
-``<figure>_range`` holds the least and the greatest of them; it does not depend on this machine.
+All but ``decision``, ``real`` and ``suffix`` are simulated: the fleets and traces of
+``loadgen/scenarios``, the mesh's own decisions, on virtual time. Such a figure is the mean over
+traces of several seeds, and ``<figure>_range`` holds the least and the greatest of them; it does
+not depend on this machine.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ SECTIONS: dict[str, str] = {
     "headline": "loadgen.bench.route_headline",
     "decision": "loadgen.bench.route_decision",
     "real": "loadgen.bench.route_real",
+    "suffix": "loadgen.bench.route_suffix",
 }
-ONLY_WHEN_ASKED = frozenset({"real"})  # it runs a real model, for minutes
+ONLY_WHEN_ASKED = frozenset({"real", "suffix"})  # they run a real model, for minutes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +79,9 @@ def command(
     ] = "",
     seeds: Annotated[int, typer.Option(help="traces of a kind, each with another seed")] = 3,
     length: Annotated[float, typer.Option(help="share of a trace's time that is run")] = 1.0,
-    turns: Annotated[int, typer.Option(help="decision, real: how often each is measured")] = 5,
+    turns: Annotated[int, typer.Option(help="not simulated: how often each is measured")] = 5,
     model: Annotated[
-        str, typer.Option(help="real: built-in name, folder or .gguf file")
+        str, typer.Option(help="real, suffix: built-in name, folder or .gguf file")
     ] = "smollm2-135m",
     html: Annotated[Path | None, typer.Option(help="write a page with plots there")] = None,
     json: Annotated[bool, typer.Option("--json", help="print JSON only")] = False,
