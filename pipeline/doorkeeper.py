@@ -227,9 +227,9 @@ class Doorkeeper:
         """By worker, how many tokens of the prompt it need not compute: the last it always does."""
         if self._prefixes is None or not (matches := self._prefixes.find(record)):
             return {}
-        sizes = {beat.worker: beat.block_size for beat in self._fleet.serving(record.served)}
+        layouts = self._fleet.layouts(record.served)
         return {
-            worker: min(match.num_blocks * sizes[worker], num_prompt - 1)
+            worker: min(match.num_blocks * layouts[worker][1], num_prompt - 1)
             for worker, match in matches.items()
         }
 

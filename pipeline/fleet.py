@@ -40,6 +40,8 @@ class Fleet:
         self._listening_since_s = now_s
         # By model, until somebody changes: of each worker, and those that there are.
         self._layouts: dict[str, tuple[dict[str, Layout], list[Layout]]] = {}
+        # By model and role, until somebody changes: the last beat by process, sorted by worker.
+        self._ready: dict[tuple[str, str], dict[str, Beat]] = {}
 
     def hear(self, beat: Beat, now_s: float) -> None:
         """Take a heartbeat. One that says "gone" is a verdict: no need to wait for silence."""
@@ -52,8 +54,10 @@ class Fleet:
                 self._drained.add(beat.worker)
             self._bury(beat, now_s)
         elif not (beat.worker and beat.worker in self._dead_workers):
-            if known is None or not _is_alike(known.beat, beat):
-                self._layouts.clear()
+            if known is not None and _is_alike(known.beat, beat):
+                self._renew(beat)
+            else:
+                self._changed()
             self._members[beat.process] = Member(beat, now_s)
             if beat.worker:
                 self._process_of[beat.worker] = beat.process
@@ -94,15 +98,20 @@ class Fleet:
         return worker in self._drained
 
     def workers(self, served: str, role: str) -> list[Beat]:
-        """Live workers that take tasks of ``role`` for ``served``, by worker id."""
-        found = [
-            member.beat
-            for member in self._members.values()
-            if member.beat.served == served
-            and role in member.beat.roles
-            and member.beat.state == "ready"
-        ]
-        return sorted(found, key=lambda beat: beat.worker)
+        """Live workers that take tasks of ``role`` for ``served``, by worker id. Who they are is
+        kept until somebody comes, goes or changes: every request asks, several times."""
+        found = self._ready.get((served, role))
+        if found is None:
+            ready = [
+                member.beat
+                for member in self._members.values()
+                if member.beat.served == served
+                and role in member.beat.roles
+                and member.beat.state == "ready"
+            ]
+            ready.sort(key=lambda beat: beat.worker)
+            found = self._ready[served, role] = {beat.process: beat for beat in ready}
+        return list(found.values())
 
     def serving(self, served: str) -> list[Beat]:
         """Live workers of ``served``, whatever they do for it, by worker id."""
@@ -155,8 +164,19 @@ class Fleet:
         self._dead_workers = {w: s for w, s in self._dead_workers.items() if s >= older_than_s}
         self._drained &= self._dead_workers.keys()
 
-    def _forget(self, process: str) -> None:
+    def _renew(self, beat: Beat) -> None:
+        """The same worker, in the same place and state, says how it is."""
+        for role in beat.roles:
+            ready = self._ready.get((beat.served, role))
+            if ready is not None and beat.process in ready:
+                ready[beat.process] = beat
+
+    def _changed(self) -> None:
         self._layouts.clear()
+        self._ready.clear()
+
+    def _forget(self, process: str) -> None:
+        self._changed()
         member = self._members.pop(process, None)
         if member is not None:
             self._process_of.pop(member.beat.worker, None)
@@ -172,7 +192,9 @@ class Fleet:
 
 
 def _is_alike(one: Beat, other: Beat) -> bool:
-    """Whether a process is in the same place and state as before, for who looks prompts up."""
-    return (one.worker, one.served, one.state, one.fingerprint, one.block_size) == (
-        other.worker, other.served, other.state, other.fingerprint, other.block_size,
+    """Whether a process is in the same place and state as before, whatever its load."""
+    return (
+        one.worker, one.served, one.state, one.roles, one.fingerprint, one.block_size
+    ) == (
+        other.worker, other.served, other.state, other.roles, other.fingerprint, other.block_size
     )  # fmt: skip

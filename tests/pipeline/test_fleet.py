@@ -25,6 +25,8 @@ class Listening(RuleBasedStateMachine):
         self.fleet = Fleet(DEAD_S, self.now_s)
         self.since_s = self.now_s
         self.heard: dict[str, float] = {}
+        self.num_beats = 0
+        self.last_beat: dict[str, int] = {}
         self.buried: list[str] = []
 
     def silent_s(self, worker: str) -> float:
@@ -34,12 +36,14 @@ class Listening(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.now_s += seconds
 
-    @rule(worker=some_worker)
-    def worker_beats(self, worker: str) -> None:
+    @rule(worker=some_worker, role=st.sampled_from(("prefill", "decode")))
+    def worker_beats(self, worker: str, role: str) -> None:
         """Also one that was given up and does not know it yet: it is not heard any more."""
-        self.fleet.hear(beat(worker), self.now_s)
+        self.num_beats += 1
+        self.fleet.hear(beat(worker, roles=(role,), num_running=self.num_beats), self.now_s)
         if worker not in self.buried:
             self.heard[worker] = self.now_s
+            self.last_beat[worker] = self.num_beats
 
     @rule(worker=some_worker)
     def worker_says_gone(self, worker: str) -> None:
@@ -71,8 +75,14 @@ class Listening(RuleBasedStateMachine):
 
     @invariant()
     def alive_are_those_heard_and_not_given_up(self) -> None:
-        alive = [one.worker for one in self.fleet.workers(SERVED, "prefill")]
-        assert alive == sorted(self.heard)
+        """By role, and as they spoke last."""
+        by_role = [self.fleet.workers(SERVED, role) for role in ("prefill", "decode")]
+        for role, beats in zip(("prefill", "decode"), by_role, strict=True):
+            assert all(one.roles == (role,) for one in beats)
+            names = [one.worker for one in beats]
+            assert names == sorted(names)
+        alive = {one.worker: one.load.num_running for beats in by_role for one in beats}
+        assert alive == {worker: self.last_beat[worker] for worker in self.heard}
 
     @invariant()
     def verdicts_stand_and_nobody_else_is_dead_too_early(self) -> None:
