@@ -17,7 +17,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from infra.bus import Msg, waiting_work
+from infra.bus import EmbeddedBroker, Msg, waiting_work
 from infra.task_scope import task_scope
 from pipeline.client import MeshClient
 from pipeline.token_stream import TokenStream
@@ -175,3 +175,37 @@ async def test_a_control_that_drains_hands_over_who_waits(crowd: Crowd) -> None:
     await crowd.read(streams)
     assert [crowd.ends[stream.request_id] for stream in streams] == [1] * len(streams)
     assert await crowd.num_waiting() == 0
+
+
+async def test_control_freezes_while_many_wait(crowd: Crowd) -> None:
+    """Whoever else there is has them in the end; what the frozen one does when it wakes is void."""
+    await crowd.mesh.start("control", "control-3", *crowd.models)
+    await crowd.mesh.until_ready("control-3")
+    streams = await crowd.submit(30)
+    frozen = crowd.mesh.roles["control-2"]
+    frozen.send(signal.SIGSTOP)
+    try:
+        await crowd.read(streams)
+    finally:
+        frozen.send(signal.SIGCONT)
+    assert [crowd.ends[stream.request_id] for stream in streams] == [1] * len(streams)
+    async with asyncio.timeout(60):
+        while await crowd.num_waiting():  # the one that was frozen looks at what it holds
+            await asyncio.sleep(0.05)
+    await crowd.mesh.until_idle()
+
+
+async def test_the_broker_is_killed_while_many_wait(crowd: Crowd) -> None:
+    """They wait on in its store: each is answered once when it is back."""
+    broker = crowd.mesh.broker
+    assert isinstance(broker, EmbeddedBroker)
+    streams = await crowd.submit(30)
+    assert await crowd.num_waiting() > 0
+    await broker.kill()
+    await broker.restart()
+    await crowd.read(streams)
+    assert all(isinstance(stream.end, StreamEnd) for stream in streams)
+    async with asyncio.timeout(60):
+        while await crowd.num_waiting():
+            await asyncio.sleep(0.05)
+    await crowd.mesh.until_idle()
