@@ -23,16 +23,20 @@ from functools import partial
 
 from pipeline.budget_books import Books, Charge
 from pipeline.budget_case import Case, EarlyRejection, Pool, Reading
+from pipeline.cost_model import prefill_ms
 from pipeline.degradation import Drain, Overload, degrade, degrade_unreachable
 from pipeline.fleet import Fleet
 from pipeline.forecast import Forecast
 from pipeline.gates import GateKey, Gates
 from pipeline.policy import Policies, Policy
-from pipeline.pool_load import decode_capacity_ms, prefill_room
+from pipeline.pool_load import decode_capacity_ms, horizon_tokens, prefill_room, token_ms
 from pipeline.verdict import Admit, Ask, Shortage, Verdict
 from schemas import subjects
 from schemas.control import Placed
+from schemas.profiles import StepCosts
 from schemas.tokens import Claim
+
+_UNKNOWN_TOKENS = 2**20  # of an answer: as many as answers have had so far, if any was seen
 
 
 class Budget:
@@ -66,6 +70,7 @@ class Budget:
         self._books = Books()
         self._gates = Gates()
         self._drains: dict[Hashable, Drain] = {}
+        self._judged: Case | None = None  # the last one: who is admitted is charged by it at once
 
     @property
     def books(self) -> Books:
@@ -86,7 +91,7 @@ class Budget:
 
     def _verdict(self, ask: Ask) -> Verdict:
         policy = self._policies.of(_model(ask.served))
-        case = self._case(ask, policy)
+        case = self._judged = self._case(ask, policy)
         has_target = ask.slo.ttft_ms or ask.slo.tbt_ms
         if self._mode == "off" or not has_target or ask.request_id in self._books:
             return Admit(forecast=case.forecasted)
@@ -149,17 +154,13 @@ class Budget:
         of the model's default class are kept (infinite where it promises none), in milliseconds."""
         policy = self._policies.of(_model(served))
         slo = policy.default_slo
+        beats = self._fleet.workers(served, "prefill")
         waits = [
             wait
-            for beat in self._fleet.workers(served, "prefill")
-            if (wait := self._forecast.prefill_wait_ms(beat, now_s)) is not None
-            and math.isfinite(wait)
+            for wait in self._forecast.prefill_waits_ms(beats, now_s)
+            if wait is not None and math.isfinite(wait)
         ]
-        costs = [
-            costs
-            for beat in self._fleet.workers(served, "decode")
-            if (costs := self._forecast.costs(beat)) is not None
-        ]
+        costs = self._decode_costs(served)
         horizon_ms = max(policy.horizon_s * 1000, slo.ttft_ms)
         step_ms = slo.tbt_ms or horizon_ms
         return {
@@ -183,9 +184,9 @@ class Budget:
         """
         if ask.request_id in self._books:
             return
-        policy = self._policies.of(_model(ask.served))
-        case = self._case(ask, policy)
-        ttft_ms = case.forecasted.ttft_ms
+        case, self._judged = self._judged, None
+        if case is None or case.ask is not ask:
+            case = self._case(ask, self._policies.of(_model(ask.served)))
         self._books.charge(
             Charge(
                 request_id=ask.request_id,
@@ -199,7 +200,7 @@ class Budget:
                 token_ms=case.token_ms(),
                 num_choices=ask.num_choices,
                 charged_s=ask.now_s,
-                begins_s=None if ttft_ms is None else ask.now_s + ttft_ms / 1000,
+                begins_s=case.begins_s,
             )
         )
         self._books.forget(ask.now_s)
@@ -212,41 +213,78 @@ class Budget:
     def hear_placed(self, placed: Placed, now_s: float) -> None:
         """A control process, this one or another, gave a request to a worker by name. One that is
         not known yet is charged from that: its length from what answers were long before."""
-        if placed.role == "prefill" and placed.request_id not in self._books:
-            self._charge_unseen(placed.request_id, placed.served, placed.num_tokens, now_s)
-        self._books.place(placed.request_id)
+        if placed.request_id in self._books:
+            self._books.place(placed.request_id)
+        elif placed.role == "prefill":
+            beat = self._fleet.worker(placed.worker)
+            wait_ms = None if beat is None else self._forecast.prefill_wait_ms(beat, now_s)
+            if wait_ms is None or math.isinf(wait_ms):
+                begins_s = None
+            else:  # the forecast has heard of it, so its own prefill is in there
+                begins_s = now_s + wait_ms / 1000
+            self._charge_unseen(placed, _UNKNOWN_TOKENS, now_s, placed.prefill_ms, begins_s)
 
     def hear_claim(self, claim: Claim, now_s: float) -> None:
         """A worker has claimed one. It decodes from now on, or after its prefill."""
-        if claim.request_id not in self._books and claim.num_tokens:
-            self._charge_unseen(
-                claim.request_id, claim.served, claim.num_tokens, now_s, claim.max_tokens
-            )
-        prefill_ms = 0.0
-        if claim.role == "prefill":
-            charge = self._books.find(claim.request_id)
-            prefill_ms = 0.0 if charge is None else charge.prefill_ms
-        self._books.begin(claim.request_id, now_s + prefill_ms / 1000)
+        charge, is_prefill = self._books.find(claim.request_id), claim.role == "prefill"
+        if charge is not None:
+            took_ms = charge.prefill_ms if is_prefill else 0.0
+            self._books.begin(claim.request_id, now_s + took_ms / 1000)
+        elif claim.num_tokens:
+            took_ms = self._prefill_ms(claim) if is_prefill else 0.0
+            self._charge_unseen(claim, claim.max_tokens, now_s, took_ms, now_s + took_ms / 1000)
 
     def settle(self, request_id: str) -> None:
         """It ended, was cut off, refused or moved away. Unknown ids are nothing."""
         self._books.settle(request_id)
 
     def _charge_unseen(
-        self, request_id: str, served: str, num_tokens: int, now_s: float, max_tokens: int = 2**20
+        self,
+        heard: Placed | Claim,
+        max_tokens: int,
+        now_s: float,
+        took_ms: float,
+        begins_s: float | None,
     ) -> None:
-        """Charge what another control process has admitted, by its model's default class."""
+        """Charge what another control process has admitted, by its model's default class. Some
+        worker has it: of the prefill queue's work it is no part."""
+        served = heard.served
         policy = self._policies.of(_model(served))
-        ask = Ask(
-            request_id=request_id,
-            served=served,
-            num_prompt=max(1, num_tokens),
-            max_tokens=max_tokens,
-            slo=policy.default_slo,
-            now_s=now_s,
-            since_s=now_s,
+        slo = policy.default_slo
+        num_prompt = max(1, heard.num_tokens)
+        self._books.charge(
+            Charge(
+                request_id=heard.request_id,
+                served=served,
+                tenant="",
+                priority=0,
+                num_prompt=num_prompt,
+                prefill_ms=took_ms,
+                num_tokens=self._forecast.expected_tokens(served, max_tokens),
+                cap_tokens=horizon_tokens(
+                    math.inf, slo.tbt_ms, max(policy.horizon_s * 1000, slo.ttft_ms), 1
+                ),
+                token_ms=token_ms(self._decode_costs(served), num_prompt),
+                charged_s=now_s,
+                begins_s=begins_s,
+                is_queued=False,
+            )
         )
-        self.charge(ask)
+        self._books.forget(now_s)
+
+    def _prefill_ms(self, claim: Claim) -> float:
+        """Of its prompt on the worker that claimed it; 0 where that is not known."""
+        beat = self._fleet.worker(claim.worker)
+        costs = None if beat is None else self._forecast.costs(beat)
+        return 0.0 if costs is None else prefill_ms(costs, claim.num_tokens)
+
+    def _decode_costs(self, served: str) -> list[StepCosts]:
+        """Of the workers that decode and say what their steps cost."""
+        return [
+            costs
+            for beat in self._fleet.workers(served, "decode")
+            if (costs := self._forecast.costs(beat)) is not None
+        ]
 
 
 def _model(served: str) -> str:

@@ -79,6 +79,13 @@ class Case:
         )
 
     @property
+    def begins_s(self) -> float | None:
+        """When its prefill will be done; None: nobody can tell."""
+        if self.prefill is None or not math.isfinite(self.prefill.start_ms):
+            return None
+        return self.ask.now_s + self.prefill.ttft_ms / 1000
+
+    @property
     def horizon_ms(self) -> float:
         """The decode budget's: never shorter than a request may take to begin."""
         return max(self.pool.horizon_ms, self.ask.slo.ttft_ms)

@@ -8,6 +8,7 @@ its own. A worker whose load is stale counts as busy: infinite wait, no room.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -48,6 +49,9 @@ class Forecast(Protocol):
         """When the worker would begin with a prompt that came now, in milliseconds from now:
         what it told with its last beat, less what it has done since, plus what was placed there
         since, by whichever router. None: its costs are not known; infinite: it is stale."""
+
+    def prefill_waits_ms(self, beats: Sequence[Beat], now_s: float) -> list[float | None]:
+        """The same of each of ``beats``, workers of one model: at once, for there may be many."""
 
     def queue_depth(self, beat: Beat, now_s: float) -> float:
         """Sequences that wait there, those placed since its beat included."""

@@ -16,6 +16,7 @@ worker.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,6 +32,7 @@ from schemas.tokens import Claim
 
 STALE_BEATS = 2.4  # two missed, and some grace
 MAX_SENT = 4096  # requests that one worker may have been sent since its last beat
+_MANY = 16  # workers; of fewer, one after the other is looked up sooner than all at once
 _FORGET_S = 60.0  # a worker that was not heard for so long; dead long before
 
 
@@ -71,6 +73,7 @@ class Outlook:
     """
 
     def __init__(self, fleet: Fleet, *, beat_s: float = 0.5) -> None:
+        self.stale_s = STALE_BEATS * beat_s  # the age from which a beat says nothing any more
         self._fleet = fleet
         self._beat_s = beat_s
         self._known: dict[str, _Known] = {}
@@ -79,11 +82,6 @@ class Outlook:
         self._due: dict[str, tuple[float, float]] = {}  # placed when, predicted ms; oldest first
         self._now_s = -math.inf
         self._inflow: tuple[str, float, float, tuple[float, float]] | None = None
-
-    @property
-    def stale_s(self) -> float:
-        """The age from which a beat says nothing any more."""
-        return STALE_BEATS * self._beat_s
 
     def table(self, served: str) -> PoolTable:
         """The workers of a model that are ready, as last heard."""
@@ -172,15 +170,30 @@ class Outlook:
     def prefill_wait_ms(self, beat: Beat, now_s: float) -> float | None:
         """See :class:`pipeline.forecast.Forecast`."""
         self._turn(now_s)
-        if self.is_stale(beat.worker, now_s):
+        known = self._known.get(beat.worker)
+        if known is None or now_s - known.heard_s > self.stale_s:
             return math.inf
         if beat.costs is None:
             return None
-        table = self.table(beat.served)
+        table = self._tables[beat.served]
         row = table.row(beat.worker)
         assert row is not None, "whoever is known has a row"
-        passed_ms = 1000 * (now_s - float(table.column("wait_s")[row]))
-        return max(0.0, float(table.column("wait_ms")[row]) - max(0.0, passed_ms))
+        return table.wait_ms(row, now_s)
+
+    def prefill_waits_ms(self, beats: Sequence[Beat], now_s: float) -> list[float | None]:
+        """See :class:`pipeline.forecast.Forecast`."""
+        table = self.table(beats[0].served) if beats else None
+        rows = [] if table is None else [table.row(beat.worker) for beat in beats]
+        if table is None or len(rows) < _MANY or None in rows:
+            return [self.prefill_wait_ms(beat, now_s) for beat in beats]
+        self._turn(now_s)
+        columns = table.take(np.array(rows, dtype=np.intp))
+        is_stale = now_s - columns["heard_s"] > self.stale_s
+        waits_ms = np.where(is_stale, math.inf, columns.wait_ms(now_s)).tolist()
+        return [
+            wait if beat.costs is not None or wait == math.inf else None
+            for beat, wait in zip(beats, waits_ms, strict=True)
+        ]
 
     def queue_depth(self, beat: Beat, now_s: float) -> float:
         """See :class:`pipeline.forecast.Forecast`."""
@@ -216,7 +229,8 @@ class Outlook:
     # The books -------------------------------------------------------------------------------
 
     def _turn(self, now_s: float) -> None:
-        self._now_s = max(self._now_s, now_s)
+        if now_s > self._now_s:
+            self._now_s = now_s
 
     def _send(self, worker: str, request_id: str, sent: _Sent, now_s: float) -> None:
         known = self._known.get(worker)
@@ -238,9 +252,7 @@ class Outlook:
         if sent.claimed_s is None or sent.claimed_s > float(table.column("heard_s")[row]):
             table.add("slots", row, -1)
         if sent.role == "prefill":
-            wait_ms = float(table.column("wait_ms")[row])
-            passed_ms = 1000 * max(0.0, now_s - float(table.column("wait_s")[row]))
-            table.set("wait_ms", row, max(0.0, wait_ms - passed_ms) + sent.prefill_ms)
+            table.set("wait_ms", row, table.wait_ms(row, now_s) + sent.prefill_ms)
             table.set("wait_s", row, now_s)
         else:
             table.add("num_since", row, 1)

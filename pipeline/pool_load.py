@@ -20,6 +20,8 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
+from operator import add
 from typing import NamedTuple
 
 from pipeline.budget_books import NOTHING_AHEAD, Ahead
@@ -79,25 +81,29 @@ def prefill_room(
     known = [(beat, costs) for beat in beats if (costs := forecast.costs(beat)) is not None]
     if not known:
         return None
-    owns = [_own_ms(costs, ask, beat.worker) for beat, costs in known]
-    waits = [_wait_ms(forecast, beat, ask.now_s) for beat, _ in known]
+    owns = _owns_ms(known, ask)
+    waits = [
+        math.inf if wait is None else wait
+        for wait in forecast.prefill_waits_ms([beat for beat, _ in known], ask.now_s)
+    ]
     before = ahead(min(owns))
     level = level_ms(waits, before.ms)
-    starts = [max(wait, level) for wait in waits]
-    best = min(range(len(known)), key=lambda i: (starts[i] + owns[i], owns[i]))
-    return PrefillRoom(
-        worker=known[best][0].worker, start_ms=starts[best], own_ms=owns[best], ahead=before
-    )
+    starts = [wait if wait > level else level for wait in waits]
+    _, own, at = min(zip(map(add, starts, owns), owns, count(), strict=False))
+    return PrefillRoom(worker=known[at][0].worker, start_ms=starts[at], own_ms=own, ahead=before)
 
 
-def _wait_ms(forecast: Forecast, beat: Beat, now_s: float) -> float:
-    wait = forecast.prefill_wait_ms(beat, now_s)
-    return math.inf if wait is None else wait
-
-
-def _own_ms(costs: StepCosts, ask: Ask, worker: str) -> float:
-    cached = min(ask.num_cached.get(worker, 0), ask.num_prompt - 1)  # one is computed always
-    return prefill_ms(costs, ask.num_prompt - cached, cached)
+def _owns_ms(workers: Sequence[tuple[Beat, StepCosts]], ask: Ask) -> list[float]:
+    """How long each would compute the prompt."""
+    num_prompt, num_cached = ask.num_prompt, ask.num_cached
+    if not num_cached:
+        return [prefill_ms(costs, num_prompt) for _, costs in workers]
+    most = num_prompt - 1  # one is computed always
+    cached = [min(num_cached.get(beat.worker, 0), most) for beat, _ in workers]
+    return [
+        prefill_ms(costs, num_prompt - held, held)
+        for (_, costs), held in zip(workers, cached, strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

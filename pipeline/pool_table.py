@@ -125,6 +125,11 @@ class PoolTable:
         """Where ``worker`` stands; None when it is not here."""
         return self._row.get(worker)
 
+    def wait_ms(self, row: int, now_s: float) -> float:
+        """How long a prompt would wait in one row that came now."""
+        passed_ms = 1000 * (now_s - self._data.item(_WAIT_S, row))
+        return max(0.0, self._data.item(_WAIT_MS, row) - max(0.0, passed_ms))
+
     def rows_of(self, role: str) -> Rows:
         """The rows of those that have ``role``, by worker id; the same object until somebody comes
         or goes."""
@@ -204,6 +209,8 @@ class PoolTable:
 
 
 _INDEX: Final = {name: number for number, name in enumerate(_COLUMNS)}
+_WAIT_MS: Final = _INDEX["wait_ms"]
+_WAIT_S: Final = _INDEX["wait_s"]
 
 
 def _facts(beat: Beat, now_s: float) -> tuple[float, ...]:

@@ -7,6 +7,7 @@ Prefill workers take one prompt after the other, decode workers all at once: a s
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,6 +114,9 @@ class House:
             return None
         waiting = sum(prompt.left_ms for prompt in self.workers[beat.worker].prompts)
         return max(0.0, waiting - 1000 * (now_s - self.now_s))
+
+    def prefill_waits_ms(self, beats: Iterable[Beat], now_s: float) -> list[float | None]:
+        return [self.prefill_wait_ms(beat, now_s) for beat in beats]
 
     def queue_depth(self, beat: Beat, now_s: float) -> float:
         return len(self.workers[beat.worker].prompts)

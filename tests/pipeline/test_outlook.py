@@ -72,6 +72,23 @@ def tell(outlook: Outlook, fleet: Fleet, one: Beat, now_s: float) -> None:
     outlook.hear_beat(one, now_s)
 
 
+def test_of_many_workers_the_waits_are_those_of_each() -> None:
+    """Looked up at once: of silent ones infinite, of those without costs unknown, and of all
+    others what they said, less what they have done since, plus what was placed there."""
+    names = [f"w{number:02}" for number in range(40)]
+    outlook, fleet = hearing(*(worker(name, waiting_ms=100.0) for name in names[:10]))
+    for number, name in enumerate(names[10:]):
+        costs = None if number % 5 == 0 else COSTS
+        tell(outlook, fleet, worker(name, costs=costs, waiting_ms=10.0 * number), 1.3)
+    outlook.hear_placed(placed("w11", "r1", ms=500.0), 1.35)
+    beats = fleet.workers(SERVED, "prefill")
+    waits = outlook.prefill_waits_ms(beats, 1.4)
+    assert waits == [outlook.prefill_wait_ms(one, 1.4) for one in beats]
+    assert waits[:11] == [math.inf] * 10 + [None]
+    assert waits[11] == pytest.approx(450.0)
+    assert waits[39] == pytest.approx(190.0)
+
+
 def test_a_queue_flows_off_while_nobody_says_anything() -> None:
     """What a worker said it had to do, less the time since; never below nothing."""
     w1 = worker("w1", waiting_ms=300.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -47,6 +48,9 @@ class Told:
     def prefill_wait_ms(self, beat: Beat, now_s: float) -> float | None:
         wait_ms = self.wait_ms.get(beat.worker, 0.0)
         return None if wait_ms is None else max(0.0, wait_ms - 1000 * (now_s - self.at_s))
+
+    def prefill_waits_ms(self, beats: Iterable[Beat], now_s: float) -> list[float | None]:
+        return [self.prefill_wait_ms(beat, now_s) for beat in beats]
 
     def queue_depth(self, beat: Beat, now_s: float) -> float:
         return self.depth.get(beat.worker, 0.0)
