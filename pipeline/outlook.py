@@ -113,9 +113,10 @@ class Outlook:
             for request_id, sent in known.sent.items()
             if not sent.is_told(known.load_s) and now_s - sent.sent_s < 2 * self._beat_s
         }
-        self.table(beat.served).put(beat, now_s)
+        table = self.table(beat.served)
+        row = table.put(beat, now_s)
         for sent in known.sent.values():  # as of when it was sent: some of it is done by now
-            self._count(beat, sent, max(sent.sent_s, known.load_s))
+            _count(table, row, sent, max(sent.sent_s, known.load_s))
 
     def hear_placed(self, placed: Placed, now_s: float) -> None:
         """A router, this one or another, gave a request to a worker by name."""
@@ -237,27 +238,13 @@ class Outlook:
         if known is None or request_id in known.sent or len(known.sent) >= MAX_SENT:
             return
         known.sent[request_id] = sent
-        self._count(known.beat, sent, now_s)
-        row = self.table(known.beat.served).row(worker)
-        if row is not None and sent.role == "prefill":
-            self.table(known.beat.served).note_work(row, sent.prefill_ms or 1.0, now_s)
-
-    def _count(self, beat: Beat, sent: _Sent, now_s: float) -> None:
-        """Put one that no beat has told of into the worker's row."""
-        table = self.table(beat.served)
-        row = table.row(beat.worker)
+        table = self._tables[known.beat.served]
+        row = table.row(worker)
         if row is None:
             return
-        table.add("since", row, 1)
-        if sent.claimed_s is None or sent.claimed_s > float(table.column("heard_s")[row]):
-            table.add("slots", row, -1)
+        _count(table, row, sent, now_s)
         if sent.role == "prefill":
-            table.set("wait_ms", row, table.wait_ms(row, now_s) + sent.prefill_ms)
-            table.set("wait_s", row, now_s)
-        else:
-            table.add("num_since", row, 1)
-            table.add("since_tokens", row, sent.num_tokens)
-            table.add("free_tokens", row, -sent.num_tokens)
+            table.note_work(row, sent.prefill_ms or 1.0, now_s)
 
     def _num_since(self, worker: str, role: str) -> int:
         known = self._known.get(worker)
@@ -317,6 +304,20 @@ class Outlook:
                 assert self._known[worker].beat.served == served, "a row of another model"
         rows = sum(table.num_rows for table in self._tables.values())
         assert rows == len(self._known), "a worker without a row"
+
+
+def _count(table: PoolTable, row: int, sent: _Sent, now_s: float) -> None:
+    """Put one that no beat has told of into its worker's row."""
+    table.add("since", row, 1)
+    if sent.claimed_s is None or sent.claimed_s > table.heard_s(row):
+        table.add("slots", row, -1)
+    if sent.role == "prefill":
+        table.set("wait_ms", row, table.wait_ms(row, now_s) + sent.prefill_ms)
+        table.set("wait_s", row, now_s)
+    else:
+        table.add("num_since", row, 1)
+        table.add("since_tokens", row, sent.num_tokens)
+        table.add("free_tokens", row, -sent.num_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

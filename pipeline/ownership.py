@@ -21,6 +21,7 @@ The rules:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from schemas.tokens import (
     Cancelled,
@@ -135,8 +136,7 @@ class RequestView:
         return max(0, self.epoch - 1 - self.epoch_of_last_token)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holding:
+class Holding(NamedTuple):
     """A claimed request as a router knows it."""
 
     request_id: str

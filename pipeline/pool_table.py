@@ -125,6 +125,10 @@ class PoolTable:
         """Where ``worker`` stands; None when it is not here."""
         return self._row.get(worker)
 
+    def heard_s(self, row: int) -> float:
+        """When one row's last beat was heard."""
+        return self._data.item(_HEARD_S, row)
+
     def wait_ms(self, row: int, now_s: float) -> float:
         """How long a prompt would wait in one row that came now."""
         passed_ms = 1000 * (now_s - self._data.item(_WAIT_S, row))
@@ -165,10 +169,7 @@ class PoolTable:
 
     def note_work(self, row: int, ms: float, now_s: float) -> None:
         """So much was placed there now."""
-        recent_ms, recent_s = (
-            self._data[_INDEX["recent_ms"], row],
-            self._data[_INDEX["recent_s"], row],
-        )
+        recent_ms, recent_s = self._data[-_KEPT:, row].tolist()
         kept = math.exp(-max(0.0, now_s - recent_s) / RECENT_S)
         self.set("recent_ms", row, recent_ms * kept + ms)
         self.set("recent_s", row, now_s)
@@ -209,6 +210,7 @@ class PoolTable:
 
 
 _INDEX: Final = {name: number for number, name in enumerate(_COLUMNS)}
+_HEARD_S: Final = _INDEX["heard_s"]
 _WAIT_MS: Final = _INDEX["wait_ms"]
 _WAIT_S: Final = _INDEX["wait_s"]
 

@@ -36,7 +36,8 @@ class Prefixes:
     ) -> None:
         self._index = index
         self._fleet = fleet
-        self._metrics = metrics
+        self._hits = metrics.kv_index_lookups.labels("hit")
+        self._misses = metrics.kv_index_lookups.labels("miss")
         self._memo = HashMemo()
         self._runs_of = runs_of or self._remembered
 
@@ -62,7 +63,7 @@ class Prefixes:
             if block_size > 0:
                 matches = self._lookup(record, fingerprint, block_size)
                 found |= {one.worker: one for one in matches if layout_of.get(one.worker) == layout}
-        self._metrics.kv_index_lookups.labels("hit" if found else "miss").inc()
+        (self._hits if found else self._misses).inc()
         return found
 
     def _lookup(self, record: RequestRecord, fingerprint: str, block_size: int) -> list[Match]:

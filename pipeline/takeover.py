@@ -188,9 +188,10 @@ class TakeOver:
     def _note(self, seq: int, reader: str, entry: ChainEntry) -> None:
         before = self.ledger.get(entry.request_id)
         ended = self.ledger.apply(seq, reader, entry)
-        if self.ledger.get(entry.request_id) not in (before, None):
-            self._claimed_s[entry.request_id] = time.monotonic()
-        if ended is not None:
+        if isinstance(entry, Claim):
+            if self.ledger.get(entry.request_id) is not before:
+                self._claimed_s[entry.request_id] = time.monotonic()
+        elif ended is not None:
             self._placed.pop(ended.request_id, None)
             self._claimed_s.pop(ended.request_id, None)
             if isinstance(entry, Cancelled | Expired | StreamError) and not self._ended.full():

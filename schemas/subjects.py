@@ -89,6 +89,7 @@ def served(model: str, revision: str) -> str:
     return f"{encode_name(model)}@{encode_name(revision)}"
 
 
+@lru_cache(256)
 def split_served(token: str) -> tuple[str, str]:
     """Model name and revision behind a ``<model@rev>`` token."""
     model, at, revision = token.partition("@")
