@@ -16,6 +16,7 @@ from typing import cast
 
 from infra.config import ControlConfig
 from infra.process import RoleContext
+from infra.steady import Counter
 from pipeline.backlog import Backlog
 from pipeline.budget import Budget
 from pipeline.budget_case import EarlyRejection
@@ -66,7 +67,7 @@ class Decisions:
             settings=settings,
             process=ctx.process,
             on_placed=self.placed_feed.say,
-            on_decision=lambda decision: _note(ctx, decision),
+            on_decision=_Notes(ctx).take,
         )
         self.door = Doorkeeper(
             self.fleet,
@@ -123,17 +124,29 @@ class Decisions:
         self.door.hear_placed(placed)
 
 
-def _note(ctx: RoleContext, decision: Decision) -> None:
-    """Why a task goes where it goes."""
-    place = decision.place
-    ctx.metrics.placements.labels(decision.role, place.reason).inc()
-    ctx.log.debug(
-        "task_placed",
-        request_id=decision.request_id,
-        role=decision.role,
-        worker=place.worker,
-        reason=place.reason,
-        wait_ms=round(place.wait_ms, 1),
-        prefill_ms=round(place.prefill_ms, 1),
-        num_cached=place.num_cached,
-    )
+class _Notes:
+    """Why tasks go where they go, counted and logged."""
+
+    def __init__(self, ctx: RoleContext) -> None:
+        self._log = ctx.log
+        self._placements = ctx.metrics.placements
+        self._by_reason: dict[tuple[str, str], Counter] = {}
+
+    def take(self, decision: Decision) -> None:
+        """A task was placed."""
+        place = decision.place
+        kind = decision.role, place.reason
+        counter = self._by_reason.get(kind)
+        if counter is None:
+            counter = self._by_reason[kind] = self._placements.labels(*kind)
+        counter.inc()
+        self._log.debug(
+            "task_placed",
+            request_id=decision.request_id,
+            role=decision.role,
+            worker=place.worker,
+            reason=place.reason,
+            wait_ms=round(place.wait_ms, 1),
+            prefill_ms=round(place.prefill_ms, 1),
+            num_cached=place.num_cached,
+        )

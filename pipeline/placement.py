@@ -163,14 +163,12 @@ class PolicyPlacement:
         matches = self._find(record)
         num_prompt = len(record.prompt_ids) // ID_BYTES
         pool = self._pool(record.served, "prefill", now_s)
-        weighed = pool.weigh_prefill(num_prompt, matches)
-        place = self._stay(record, weighed, matches, now_s) or self._choose(weighed, matches)
+        place = None
+        if len(pool.table.rows_of("prefill")) > 1 or len(pool.table.rows_of(SUFFIX)):
+            weighed = pool.weigh_prefill(num_prompt, matches)
+            place = self._stay(record, weighed, matches, now_s) or self._choose(weighed, matches)
         if place is None:
-            rows = pool.table.rows_of("prefill").tolist()
-            sources = kv_sources(self._fleet, [pool.table.beats[row] for row in rows], matches)
-            return self._decide(
-                record.request_id, "prefill", PrefillPlace(worker=ANY, sources=sources)
-            )
+            return self._to_any(record, pool, matches)
         beat = self._fleet.worker(place.worker)
         if beat is None:  # given up a moment ago
             self._outlook.drop(place.worker)
@@ -186,6 +184,14 @@ class PolicyPlacement:
         )
         self._tell(placed, now_s)
         place = replace(place, sources=kv_sources(self._fleet, [beat], matches))
+        return self._decide(record.request_id, "prefill", place)
+
+    def _to_any(
+        self, record: RequestRecord, pool: Pool, matches: Mapping[str, Match]
+    ) -> PrefillPlace:
+        rows = pool.table.rows_of("prefill").tolist()
+        sources = kv_sources(self._fleet, [pool.table.beats[row] for row in rows], matches)
+        place = PrefillPlace(worker=ANY, sources=sources)
         return self._decide(record.request_id, "prefill", place)
 
     def _choose(self, weighed: Weighed, matches: Mapping[str, Match]) -> PrefillPlace | None:
