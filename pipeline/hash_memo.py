@@ -8,7 +8,9 @@ before it and on its tokens, so these two are the key:
               \\______ is the parent of piece 1
 
 A piece is remembered when more is asked for behind it. An index asks only behind what somebody
-holds, so prompts that nobody knows leave nothing here.
+holds, so prompts that nobody knows leave nothing here. Of the piece where it stops asking, what was
+hashed is kept for the next few prompts only: a request looks its own prompt up twice, when it is
+judged and when it is placed, and hardly another one goes on in the same way.
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ from pipeline.prefix_hash import ID_BYTES, iter_prefix_hashes
 PIECE_BLOCKS = 64
 _STEP = 16  # blocks of an unknown piece that are hashed at once: it may be the last asked for
 _MAX_PIECES = 2048  # of 16-token blocks: 2 million tokens, 15 MB
+_MAX_TAILS = 128  # requests between their two looks
+
+_Key = tuple[bytes, int, bytes]  # the hash before it, the block size, its tokens
 
 
 class HashMemo:
@@ -36,7 +41,8 @@ class HashMemo:
     def __init__(self, max_pieces: int = _MAX_PIECES) -> None:
         self._max_pieces = max_pieces
         self._seed = secrets.randbits(64)  # so that nobody can make two pieces look alike
-        self._pieces: dict[tuple[bytes, int, bytes], tuple[bytes, ...]] = {}  # oldest first
+        self._pieces: dict[_Key, tuple[bytes, ...]] = {}  # oldest first
+        self._tails: dict[_Key, tuple[bytes, ...]] = {}  # of those that are not whole; oldest first
 
     def __len__(self) -> int:
         return len(self._pieces)
@@ -52,25 +58,40 @@ class HashMemo:
         for start in range(0, len(packed_ids), size):
             piece = view[start : start + size]
             key = (parent, block_size, xxhash.xxh3_128_digest(piece, self._seed))
-            known = self._pieces.pop(key, None)
-            if known is not None:
-                self._pieces[key] = known  # last used, last to go
+            known = self._recall(key)
+            if known:
                 yield known
-            else:
-                hashes = iter(iter_prefix_hashes(bytes(piece), block_size, parent))
-                made: list[bytes] = []
-                take = _STEP if start else 1
+            if len(known) < PIECE_BLOCKS:
+                rest = bytes(piece[len(known) * block_size * ID_BYTES :])
+                hashes = iter(iter_prefix_hashes(rest, block_size, known[-1] if known else parent))
+                take = _STEP if start or known else 1
                 while run := tuple(islice(hashes, take)):
+                    if start or known:
+                        self._keep_tail(key, known + run)
+                    known += run
                     yield run
-                    made += run
                     take = _STEP
-                known = tuple(made)
                 if len(known) < PIECE_BLOCKS:
                     return  # the prompt ends here
                 self._remember(key, known)
             parent = known[-1]
 
-    def _remember(self, key: tuple[bytes, int, bytes], hashes: tuple[bytes, ...]) -> None:
+    def _recall(self, key: _Key) -> tuple[bytes, ...]:
+        """What is known of a piece, from its first block on."""
+        known = self._pieces.pop(key, None)
+        if known is None:
+            return self._tails.get(key, ())
+        self._pieces[key] = known  # last used, last to go
+        return known
+
+    def _remember(self, key: _Key, hashes: tuple[bytes, ...]) -> None:
+        self._tails.pop(key, None)
         if len(self._pieces) >= self._max_pieces:
             del self._pieces[next(iter(self._pieces))]
         self._pieces[key] = hashes
+
+    def _keep_tail(self, key: _Key, hashes: tuple[bytes, ...]) -> None:
+        self._tails.pop(key, None)
+        if len(self._tails) >= _MAX_TAILS:
+            del self._tails[next(iter(self._tails))]
+        self._tails[key] = hashes

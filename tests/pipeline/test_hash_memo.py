@@ -15,6 +15,7 @@ from pipeline.prefix_hash import iter_prefix_hashes, salt_of
 from schemas.codec import pack_ids
 
 SALT = salt_of("r1")
+OTHER = pack_ids(list(range(7, 3 * PIECE_BLOCKS * 2)))
 LONG = pack_ids(list(range(3 * PIECE_BLOCKS * 2 + 5)))  # three pieces of 2-token blocks, and more
 
 
@@ -43,10 +44,12 @@ def test_hashes_are_what_they_would_be_without_memory(
 
 
 def test_what_came_before_is_not_hashed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only blocks behind the last whole piece are."""
+    """Only blocks behind what was asked for are: none, of a prompt that was asked for whole."""
     memo = HashMemo()
     first = list(hashes(memo, LONG, 2, SALT))
     assert len(memo) == 3
+    some = list(islice(hashes(memo, OTHER, 2, SALT), PIECE_BLOCKS + 20))
+    assert len(memo) == 4
     hashed: list[bytes] = []
 
     def counted(packed: bytes, block_size: int, salt: bytes) -> list[bytes]:
@@ -55,7 +58,23 @@ def test_what_came_before_is_not_hashed_again(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(hash_memo, "iter_prefix_hashes", counted)
     assert list(hashes(memo, LONG, 2, SALT)) == first
-    assert hashed == [LONG[3 * PIECE_BLOCKS * 2 * 4 :]]
+    assert hashed == [LONG[-1 * 4 :]]  # less than a block
+    hashed.clear()
+    assert list(islice(hashes(memo, OTHER, 2, SALT), PIECE_BLOCKS + 20)) == some
+    assert hashed == []
+    assert list(hashes(memo, OTHER, 2, SALT))[: len(some)] == some
+    assert hashed[0] == OTHER[(PIECE_BLOCKS + 32) * 2 * 4 : 2 * PIECE_BLOCKS * 2 * 4]
+
+
+def test_what_prompts_end_with_does_not_crowd_out_what_they_begin_with() -> None:
+    """A thousand requests that share their first piece, each with an end of its own: one piece is
+    remembered, and the ends of the last few."""
+    memo = HashMemo(max_pieces=4)
+    for number in range(1000):
+        packed = pack_ids([*range(2 * PIECE_BLOCKS), *range(number, number + 64)])
+        list(hashes(memo, packed, 2, SALT))
+    assert len(memo) == 1
+    assert len(memo._tails) == 128
 
 
 def test_a_prompt_that_nobody_asks_further_leaves_nothing() -> None:
