@@ -117,17 +117,19 @@ class RadixIndex:
                 if holders.bits != before and not walk.go_on(holders.bits, number + at):
                     return number + at
                 before = holders.bits
-                at = self._end_of_run(run, at, holders)
+                if holders.num_blocks != holders.run_length:
+                    at += 1
+                elif get(run[-1]) is holders:
+                    at = end
+                else:
+                    at = self._end_of_run(run, at, holders)
             number += end
         return number
 
     def _end_of_run(self, hashes: Sequence[bytes], at: int, holders: _Holders) -> int:
-        """The first place behind ``at`` that is not known to have these holders."""
-        if holders.num_blocks != holders.run_length:
-            return at + 1
+        """The first place behind ``at`` that has not these holders, which are whole: they have all
+        that lies between two of theirs. The last of ``hashes`` is known not to have them."""
         get, first, last = self._blocks.get, at, len(hashes) - 1
-        if get(hashes[last]) is holders:
-            return last + 1
         while last - first > 1:
             middle = (first + last) // 2
             if get(hashes[middle]) is holders:
@@ -163,10 +165,13 @@ class RadixIndex:
         hashes = hashes[: self.max_blocks]
         self._make_room(hashes)
         end = len(hashes)
+        olds = list(map(self._blocks.get, hashes))
+        if end and olds.count(olds[0]) == end:  # mostly all are new, or one run in another tier
+            self._add(bit, hashes, olds[0])
+            return
         for old, run in groupby(map(self._blocks.get, reversed(hashes))):
             start = end - len(list(run))
-            if old is None or not old.bits & bit:
-                self._move(hashes[start:end], old, (old.bits if old else 0) | bit)
+            self._add(bit, hashes[start:end], old)
             end = start
 
     def removed(self, worker: str, tier: KvTier, hashes: Iterable[bytes]) -> None:
@@ -242,6 +247,13 @@ class RadixIndex:
             self._workers[place : place + 1] = [worker]
             self._places[worker] = place
         return place
+
+    def _add(self, bit: int, run: Sequence[bytes], old: _Holders | None) -> None:
+        """Blocks one behind the other, all with ``old``, are held at ``bit``, too."""
+        if old is None:
+            self._move(run, None, bit)
+        elif not old.bits & bit:
+            self._move(run, old, old.bits | bit)
 
     def _move(self, run: Sequence[bytes], old: _Holders | None, bits: int) -> None:
         """Blocks one behind the other, all with ``old``, get holders ``bits``."""
