@@ -42,6 +42,8 @@ class Fleet:
         self._layouts: dict[str, tuple[dict[str, Layout], list[Layout]]] = {}
         # By model and role, until somebody changes: the last beat by process, sorted by worker.
         self._ready: dict[tuple[str, str], dict[str, Beat]] = {}
+        # By model, until somebody changes: see max_sequence_tokens.
+        self._longest: dict[str, int | None] = {}
 
     def hear(self, beat: Beat, now_s: float) -> None:
         """Take a heartbeat. One that says "gone" is a verdict: no need to wait for silence."""
@@ -143,12 +145,14 @@ class Fleet:
     def max_sequence_tokens(self, served: str) -> int | None:
         """What a sequence may be long so that each live worker of ``served`` could hold it; None
         when none says so. One that drains is not asked: nothing new goes there."""
-        said = [
-            member.beat.max_sequence_tokens
-            for member in self._members.values()
-            if member.beat.served == served and member.beat.state != "draining"
-        ]
-        return min((tokens for tokens in said if tokens > 0), default=None)
+        if served not in self._longest:
+            said = [
+                member.beat.max_sequence_tokens
+                for member in self._members.values()
+                if member.beat.served == served and member.beat.state != "draining"
+            ]
+            self._longest[served] = min((tokens for tokens in said if tokens > 0), default=None)
+        return self._longest[served]
 
     def worker(self, worker: str) -> Beat | None:
         """The last beat of a live worker."""
@@ -174,6 +178,7 @@ class Fleet:
     def _changed(self) -> None:
         self._layouts.clear()
         self._ready.clear()
+        self._longest.clear()
 
     def _forget(self, process: str) -> None:
         self._changed()
@@ -193,8 +198,16 @@ class Fleet:
 
 def _is_alike(one: Beat, other: Beat) -> bool:
     """Whether a process is in the same place and state as before, whatever its load."""
+    return _facts(one) == _facts(other)
+
+
+def _facts(beat: Beat) -> tuple[object, ...]:
     return (
-        one.worker, one.served, one.state, one.roles, one.fingerprint, one.block_size
-    ) == (
-        other.worker, other.served, other.state, other.roles, other.fingerprint, other.block_size
-    )  # fmt: skip
+        beat.worker,
+        beat.served,
+        beat.state,
+        beat.roles,
+        beat.fingerprint,
+        beat.block_size,
+        beat.max_sequence_tokens,
+    )
