@@ -196,7 +196,7 @@ class Admission:
             raise error_of(verdict, entry.record.served)
         if isinstance(verdict, Clamp):
             return _clamped(entry, verdict.max_tokens)
-        return replace(entry, is_admitted=not isinstance(verdict, Wait))
+        return replace(entry, is_admitted=False) if isinstance(verdict, Wait) else entry
 
     async def _read(
         self, work: Work[InferenceRequest], card: ModelCard, slo: Slo, asked_model: str = ""

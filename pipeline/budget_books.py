@@ -193,10 +193,9 @@ class Books:
         by_tenant: dict[str, Ahead] = {}
         for (urgency, whose), total in pool.queued.items():
             if urgency >= priority:
-                before = by_tenant.get(whose, NOTHING_AHEAD)
-                by_tenant[whose] = _plus(
-                    before, Ahead(total.ms, total.num, total.tokens, total.steps)
-                )
+                one = Ahead(total.ms, total.num, total.tokens, total.steps)
+                before = by_tenant.get(whose)
+                by_tenant[whose] = one if before is None else _plus(before, one)
         found = by_tenant.pop(tenant, NOTHING_AHEAD)
         turn_ms = found.ms + own_ms
         for theirs in by_tenant.values():

@@ -183,7 +183,8 @@ class PolicyPlacement:
             num_tokens=num_prompt,
         )
         self._tell(placed, now_s)
-        place = replace(place, sources=kv_sources(self._fleet, [beat], matches))
+        if sources := kv_sources(self._fleet, [beat], matches):
+            place = replace(place, sources=sources)
         return self._decide(record.request_id, "prefill", place)
 
     def _to_any(
