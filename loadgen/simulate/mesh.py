@@ -144,9 +144,10 @@ class SimulatedMesh:
         that, but not long."""
         if worker.state == "gone":
             return
-        answers_s, most_s = worker.until_answer_s(), min(_ANSWER_S, self.plan.beat_s / 4)
-        self.queue.after(answers_s, worker.measure)
-        self.queue.after(min(answers_s, most_s), self._say_beat_of, worker)
+        answers_s, now_s = worker.answers_s(), self.queue.now_s
+        self.queue.at(answers_s, worker.measure)
+        last_s = now_s + min(_ANSWER_S, self.plan.beat_s / 4)
+        self.queue.at(min(answers_s, last_s), self._say_beat_of, worker)
         self.queue.after(self.plan.beat_s, self._beat, worker)
 
     def _say_beat_of(self, worker: SimulatedWorker) -> None:

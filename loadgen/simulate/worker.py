@@ -291,9 +291,6 @@ class SimulatedWorker:
         self._is_between = True
         self._take_results(self.engine.finish())
         self.pull()
-        self._measured = self._said = Load()  # when it was asked last; with the last beat
-        self._measured_s = 0.0
-        self._news_s = -math.inf  # when it last said something early
         self._is_between = False
         self._go_on()
         self._tell_news()
@@ -339,9 +336,9 @@ class SimulatedWorker:
         """Ask the engine how busy it is; beats tell what it said last."""
         self._measured, self._measured_s = self.load(), self._mesh.queue.now_s
 
-    def until_answer_s(self) -> float:
-        """How long it computes prompts before it can say how busy it is."""
-        return self.engine.busy_until_s(self._mesh.queue.now_s) - self._mesh.queue.now_s
+    def answers_s(self) -> float:
+        """When it can say how busy it is: it computes prompts until then."""
+        return self.engine.busy_until_s(self._mesh.queue.now_s)
 
     def _tell_news(self) -> None:
         """Say at once that there is room again, or nothing left to compute, where the last beat

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import msgspec
 import pytest
@@ -14,6 +15,7 @@ from loadgen.simulate.result import SimulationResult
 from loadgen.simulate.run import simulate
 from loadgen.synthetic import SyntheticSettings, synthesize
 from loadgen.traces import TraceEntry
+from schemas.control import Beat
 from schemas.errors import ConfigError
 from schemas.profiles import StepCosts
 
@@ -119,6 +121,45 @@ def test_the_same_seed_is_the_same_run() -> None:
     runs = [simulate(plan, trace(), SimulationOptions(seed=seed)) for seed in (1, 1, 2)]
     assert figures(runs[0]) == figures(runs[1])
     assert figures(runs[0]) != figures(runs[2])
+
+
+@pytest.fixture
+def beats(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, Beat]]:
+    """What workers say of themselves in the runs to come, and when."""
+    said: list[tuple[float, Beat]] = []
+    say = SimulatedMesh.say_beat
+
+    def noted(mesh: SimulatedMesh, beat: Beat) -> None:
+        said.append((mesh.queue.now_s, beat))
+        say(mesh, beat)
+
+    monkeypatch.setattr(SimulatedMesh, "say_beat", noted)
+    return said
+
+
+def test_a_beat_tells_the_load_that_was_measured_last(beats: list[tuple[float, Beat]]) -> None:
+    """Also of a worker whose steps are longer than a beat waits for them: what it says is a beat
+    old at most, and not that it has nothing to do."""
+    plan = fleet(group("p", "prefill", 1), group("d", "decode", 1))
+    simulate(plan, trace(number=60, rate=30.0, kind="no-reuse"))
+    loads = [beat.load for _, beat in beats]
+    assert max(load.age_ms for load in loads) > 0, "no step was so long"
+    assert max(load.age_ms for load in loads) <= 1000 * plan.beat_s + 50 + 1e-6
+    assert {load.num_blocks for load in loads} == {65536 // plan.block_size}
+
+
+def test_a_worker_beats_early_with_news_alone(beats: list[tuple[float, Beat]]) -> None:
+    """One that has told of prompts says at once that none are left: routers would leave it idle.
+    One with nothing of the kind to tell beats when it is due, however many steps it makes."""
+    plan = fleet(group("p", "prefill", 1), group("d", "decode", 1))
+    simulate(plan, trace(number=12, rate=100.0, kind="no-reuse"))
+    told = [(at_s, beat.load.waiting_tokens) for at_s, beat in beats if beat.worker == "p-0"]
+    pairs = pairwise(told)
+    ends_s = [(after_s - at_s) for (at_s, busy), (after_s, left) in pairs if busy and not left]
+    assert ends_s, "it never told of prompts"
+    assert min(ends_s) < plan.beat_s - 0.05, "it waited for its next beat"
+    due_s = [at_s for at_s, beat in beats if beat.worker == "d-0"]
+    assert due_s == pytest.approx([number * plan.beat_s for number in range(len(due_s))])
 
 
 def test_a_worker_that_leaves_finishes_and_one_that_comes_is_used(
