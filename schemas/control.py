@@ -15,14 +15,14 @@ ProcessState = Literal["starting", "ready", "draining", "gone"]
 class Load(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How busy a worker is."""
 
-    num_running: int = 0  # sequences in the running batch
+    num_running: int = 0  # sequences in the running batch, or on their way into it with their KV
     num_waiting: int = 0  # taken, not running yet
     num_free_slots: int = 0  # how many more it would take now
     num_blocks: int = 0
     num_free_blocks: int = 0  # free or cached and evictable
     waiting_tokens: int = 0  # prompt tokens not computed yet
     waiting_ms: float = 0.0  # how long they will take, by its own costs; 0 without
-    context_tokens: int = 0  # of the sequences that decode, together
+    context_tokens: int = 0  # of the sequences that decode, or come to, together
     age_ms: float = 0.0  # how long ago all this was so, but for the free slots: these are of now
 
 

@@ -73,7 +73,9 @@ class VirtualEngine:
         self.prefill_s = 0.0
         self.decode_s = 0.0
         self.num_computed_tokens = 0
-        self._num_reserved = 0
+        self._num_reserved = 0  # blocks
+        self._num_arriving = 0  # sequences whose KV is on its way into those
+        self._arriving_tokens = 0
         self._plan: _Plan | None = None
 
     # ---- in and out ----------------------------------------------------------------------
@@ -88,12 +90,16 @@ class VirtualEngine:
         if count > self.pool.num_available - self._num_promised():
             return False
         self._num_reserved += count
+        self._num_arriving += 1
+        self._arriving_tokens += num_tokens
         return self.pool.allocate(count)
 
     def adopt(self, sequence: Sequence, num_tokens: int) -> None:
         """The KV of its first ``num_tokens`` has come into blocks that were reserved."""
         sequence.num_private = self._holdings.blocks_for(num_tokens)
         self._num_reserved -= sequence.num_private
+        self._num_arriving -= 1
+        self._arriving_tokens -= num_tokens
         sequence.num_computed = num_tokens
         sequence.num_cached = 0
         self._holdings.register(sequence)
@@ -345,20 +351,22 @@ class VirtualEngine:
         return max(now_s, plan.run.end_s)
 
     def load(self, now_s: float, num_free_slots: int) -> Load:
-        """How busy it is, steps that are over by now included."""
+        """How busy it is, steps that are over by now included. Who is on its way into the batch,
+        and has its blocks, counts as one of it."""
         run = None if self._plan is None else self._plan.run
         num_over = 0 if run is None else run.num_over(now_s)
         grown = max(0, self.batch.blocks_needed(num_over) - self._num_allocated)
         to_compute = [*self.waiting, *self.prefilling]
+        in_batch = self.batch.context_tokens + len(self.batch) * num_over
         return Load(
-            num_running=self.num_running,
+            num_running=self.num_running + self._num_arriving,
             num_waiting=len(self.waiting),
             num_free_slots=num_free_slots,
             num_blocks=self.pool.num_blocks,
             num_free_blocks=self.pool.num_available - grown,
             waiting_tokens=sum(one.num_uncomputed for one in to_compute),
             waiting_ms=self._holdings.computing_ms(to_compute),
-            context_tokens=self.batch.context_tokens + len(self.batch) * num_over,
+            context_tokens=in_batch + self._arriving_tokens,
         )
 
     @property

@@ -307,10 +307,12 @@ class Engine:
         return bool(self._ended) or can_run or (arrivals is not None and arrivals.has_ended)
 
     def load(self) -> Load:
-        """How busy it is."""
+        """How busy it is. A sequence whose KV is on its way into reserved blocks counts as running:
+        nobody else would tell of it until it has come."""
         scheduler = self.scheduler
+        arriving = self._reservations.values()
         unready = sum(len(active.group.pending) for active in self._requests.values())
-        num_running = len(scheduler.running)
+        num_running = len(scheduler.running) + len(arriving)
         num_waiting = len(scheduler.waiting) + unready
         decoding = [s for s in scheduler.running if s.is_decoding]
         to_compute = [*scheduler.waiting, *(s for s in scheduler.running if not s.is_decoding)]
@@ -322,7 +324,8 @@ class Engine:
             num_free_blocks=self.blocks.num_available,
             waiting_tokens=sum(sequence.num_uncomputed_tokens for sequence in to_compute),
             waiting_ms=self._waiting_ms(to_compute),
-            context_tokens=sum(len(sequence.token_ids) for sequence in decoding),
+            context_tokens=sum(len(sequence.token_ids) for sequence in decoding)
+            + sum(map(len, arriving)) * self.info.block_size,
         )
 
     def _waiting_ms(self, to_compute: list[Sequence]) -> float:

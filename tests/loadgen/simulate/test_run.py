@@ -8,7 +8,7 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from loadgen.simulate.fleet_plan import FleetPlan, Policy, WorkerGroup
+from loadgen.simulate.fleet_plan import FleetPlan, Links, LinkSpeed, Policy, WorkerGroup
 from loadgen.simulate.mesh import SimulatedMesh
 from loadgen.simulate.options import SimulationOptions
 from loadgen.simulate.result import SimulationResult
@@ -181,6 +181,22 @@ def test_a_worker_that_leaves_finishes_and_one_that_comes_is_used(
     gone = [worker for worker in meshes[0].everyone if worker.spec.name.startswith("early")]
     assert all(worker.state == "gone" for worker in gone)
     check(meshes[0])
+
+
+def test_a_worker_to_which_sequences_are_on_their_way_is_no_idle_one() -> None:
+    """Links are slow: what was sent and has not come counts as running there, so the fastest decode
+    worker does not get everything."""
+    roomy = {"kv_tokens": 400_000, "per_host": 1}
+    plan = fleet(
+        group("p", "prefill", 4),
+        group("fast", "decode", 1, speed=2.0, **roomy),
+        group("slow", "decode", 3, **roomy),
+        links=Links(rack=LinkSpeed(gb_s=0.5)),
+    )
+    result = simulate(plan, trace(number=100, rate=25.0, kind="no-reuse"))
+    taken = {worker.name: worker.num_taken for worker in result.workers}
+    assert taken["fast-0"] < 90
+    assert min(taken[f"slow-{number}"] for number in range(3)) > 2
 
 
 def test_a_pool_that_goes_altogether_is_waited_for() -> None:

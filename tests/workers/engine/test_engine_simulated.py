@@ -224,6 +224,21 @@ def test_load_tells_how_busy_it_is() -> None:
         assert engine.load().num_free_slots == 2
 
 
+def test_load_counts_who_is_on_its_way_with_its_kv() -> None:
+    """Blocks that are being filled belong to a sequence that will run as soon as it has them: with
+    slow links there may be many, and routers would send as many again."""
+    engine = make_engine()
+    with engines(engine):
+        assert engine.reserve("a", 2 * BLOCK_SIZE) is not None
+        assert engine.reserve("b", BLOCK_SIZE) is not None
+        load = engine.load()
+        assert (load.num_running, load.context_tokens) == (2, 3 * BLOCK_SIZE)
+        for key in "ab":
+            engine.release(key)
+        load = engine.load()
+        assert (load.num_running, load.context_tokens) == (0, 0)
+
+
 def test_load_tells_how_long_what_waits_will_take() -> None:
     """By its own costs: every prompt that waits or is half computed, as far as it must be computed,
     and the base once per step; contexts are those of what decodes."""
