@@ -15,7 +15,9 @@ namespace mesh {
 namespace {
 
 constexpr float kLargest = 32767.0f;
-constexpr int kOrder[8] = {0, 2, 1, 3, 4, 6, 5, 7};  // of integers: pairs as a shift brings them
+
+// Of integers: pairs as a shift brings them, 0 2 1 3 4 6 5 7.
+constexpr int kOrder = _MM_SHUFFLE(3, 1, 2, 0);
 
 // A group of an input row, prepared.
 struct FourBitInputs {
@@ -59,11 +61,15 @@ struct FourBitGroup {
 
   static Inputs prepare(const float* row) {
     Inputs inputs;
-    int16_t integers[kGroup];
     int sum;
-    inputs.step = round_inputs(row, kLargest, integers, sum);
+    inputs.step = round_inputs(row, kLargest, inputs.integers, sum);
     inputs.sum = inputs.step * static_cast<float>(sum);
-    for (int i = 0; i < kGroup; ++i) inputs.integers[i] = integers[i / 8 * 8 + kOrder[i % 8]];
+    for (int i = 0; i < kGroup; i += 16) {
+      auto* const place = reinterpret_cast<__m256i*>(inputs.integers + i);
+      const __m256i integers = _mm256_loadu_si256(place);
+      const __m256i halfway = _mm256_shufflelo_epi16(integers, kOrder);
+      _mm256_storeu_si256(place, _mm256_shufflehi_epi16(halfway, kOrder));
+    }
     return inputs;
   }
 
