@@ -47,8 +47,9 @@ _COLUMNS: Final = (
     "layout",  # see layout_of
     "recent_ms",  # work that was placed there lately, as it counted at ``recent_s``; see `recent`
     "recent_s",
+    "link_s",  # when the KV will have come that is on its way there
 )
-_KEPT: Final = 2  # the last columns outlive a beat
+_KEPT: Final = 3  # the last columns outlive a beat
 ROLES: Final = ("prefill", "decode", "suffix")
 
 
@@ -70,6 +71,10 @@ class Columns:
         """How long a prompt would wait that came now."""
         passed_ms = 1000 * np.maximum(0.0, now_s - self["wait_s"])
         return np.asarray(np.maximum(0.0, self["wait_ms"] - passed_ms))
+
+    def link_ms(self, now_s: float) -> Floats:
+        """How long the way to each is taken by the KV of those placed before."""
+        return np.asarray(1000 * np.maximum(0.0, self["link_s"] - now_s))
 
     def recent(self, now_s: float) -> Floats:
         """The work that was placed there lately, fading over ``RECENT_S``."""
@@ -119,7 +124,7 @@ class PoolTable:
 
     def take(self, rows: Rows) -> Columns:
         """All columns of some rows, as they are now."""
-        return Columns(self._data[:, rows])
+        return Columns(self._data.take(rows, axis=1))
 
     def row(self, worker: str) -> int | None:
         """Where ``worker`` stands; None when it is not here."""
@@ -173,6 +178,12 @@ class PoolTable:
         kept = math.exp(-max(0.0, now_s - recent_s) / RECENT_S)
         self.set("recent_ms", row, recent_ms * kept + ms)
         self.set("recent_s", row, now_s)
+
+    def note_link(self, worker: str, there_s: float) -> None:
+        """Until then the way to ``worker`` is taken."""
+        row = self._row.get(worker)
+        if row is not None:
+            self.set("link_s", row, max(there_s, self._data.item(_INDEX["link_s"], row)))
 
     def drop(self, worker: str) -> None:
         """It is gone."""

@@ -105,7 +105,8 @@ class Pool:
     ) -> Weighed:
         """For a sequence of ``num_tokens`` whose blocks lie at ``source``. ``wait`` is the time
         that its whole answer takes there, in units of what it adds to the batch; who has no room
-        for its blocks comes only when nobody has."""
+        for its blocks comes only when nobody has. A worker takes in one sequence's blocks after the
+        other's, so ``transfer`` waits for those that are on their way there."""
         layout = self.table.layout_of(fingerprint)
         some = self._able(layout, must_have_room=must_have_room)
         fits = some.columns["free_tokens"] >= num_tokens
@@ -124,6 +125,7 @@ class Pool:
         unit_ms = max(_NO_TIME_MS, _mean(added_ms))
         away = self.distances.from_one(self.table, source, self.role)[some.places]
         travel_ms = (num_tokens - cached) * columns["kv_token_bytes"] * away
+        travel_ms += columns.link_ms(self.now_s)
         candidates = Candidates(
             hit=hit,
             wait=(added_ms + answer_tokens * columns.step_ms()) / unit_ms,
@@ -138,14 +140,14 @@ class Pool:
     def _able(self, layout: int | None = None, *, must_have_room: bool) -> _Some:
         table = self.table
         everyone = table.rows_of(self.role)
-        columns = table.take(everyone)
-        is_able = self.now_s - columns["heard_s"] <= self.outlook.stale_s
+        is_able = self.now_s - table.column("heard_s")[everyone] <= self.outlook.stale_s
         if must_have_room:
-            is_able &= columns["slots"] > 0
+            is_able &= table.column("slots")[everyone] > 0
         if layout is not None:
-            is_able &= columns["layout"] == layout
-        some = _Some(table, everyone, columns, np.arange(len(everyone)))
-        return some if is_able.all() else some.only(is_able)
+            is_able &= table.column("layout")[everyone] == layout
+        places = np.flatnonzero(is_able)
+        rows = everyone[places]
+        return _Some(table, rows, table.take(rows), places)
 
     def _fetch_or_compute(
         self,
