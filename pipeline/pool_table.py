@@ -45,9 +45,9 @@ _COLUMNS: Final = (
     "since_tokens",  # of decodes placed since
     "num_since",  # of those
     "layout",  # see layout_of
+    "link_s",  # when the KV will have come that is on its way there
     "recent_ms",  # work that was placed there lately, as it counted at ``recent_s``; see `recent`
     "recent_s",
-    "link_s",  # when the KV will have come that is on its way there
 )
 _KEPT: Final = 3  # the last columns outlive a beat
 ROLES: Final = ("prefill", "decode", "suffix")
@@ -174,9 +174,9 @@ class PoolTable:
 
     def note_work(self, row: int, ms: float, now_s: float) -> None:
         """So much was placed there now."""
-        recent_ms, recent_s = self._data[-_KEPT:, row].tolist()
-        kept = math.exp(-max(0.0, now_s - recent_s) / RECENT_S)
-        self.set("recent_ms", row, recent_ms * kept + ms)
+        passed_s = max(0.0, now_s - self._data.item(_RECENT_S, row))
+        kept_ms = self._data.item(_RECENT_MS, row) * math.exp(-passed_s / RECENT_S)
+        self.set("recent_ms", row, kept_ms + ms)
         self.set("recent_s", row, now_s)
 
     def note_link(self, worker: str, there_s: float) -> None:
@@ -222,6 +222,8 @@ class PoolTable:
 
 _INDEX: Final = {name: number for number, name in enumerate(_COLUMNS)}
 _HEARD_S: Final = _INDEX["heard_s"]
+_RECENT_MS: Final = _INDEX["recent_ms"]
+_RECENT_S: Final = _INDEX["recent_s"]
 _WAIT_MS: Final = _INDEX["wait_ms"]
 _WAIT_S: Final = _INDEX["wait_s"]
 
