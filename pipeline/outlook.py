@@ -6,6 +6,7 @@
                     prefilled until then (shared out among the decode workers), less who will have
                     ended. An answer takes the mean length of those seen, at the present step time:
                     a prediction for the whole pool, not for each request (Mooncake, section 7)
+    the way there   taken until the KV of all who were placed there is predicted to have come
 
 What was placed stays in the account until a beat whose load was measured after its claim, for then
 the worker itself has counted it; without a claim until it is two beats old (a claim was missed, the
@@ -124,6 +125,9 @@ class Outlook:
         sent = _Sent(placed.served, placed.role, placed.prefill_ms, placed.num_tokens, now_s)
         self._send(placed.worker, placed.request_id, sent, now_s)
         known = self._known.get(placed.worker)
+        if known is not None and placed.there_ms > 0:
+            there_s = now_s + placed.there_ms / 1000
+            self.table(known.beat.served).note_link(placed.worker, there_s)
         if known is not None and placed.prefill_ms > 0:
             self._due[placed.request_id] = (now_s, self.prefill_wait_ms(known.beat, now_s) or 0.0)
             if len(self._due) > MAX_SENT:

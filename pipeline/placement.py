@@ -244,6 +244,7 @@ class PolicyPlacement:
             worker=worker,
             role="decode",
             num_tokens=handle.num_tokens,
+            there_ms=float(weighed.candidates.transfer[at]) * weighed.unit_ms,
         )
         self._tell(placed, now_s)
         place = _place_at(weighed, at, "prefix" if worker in matches else "load")

@@ -64,6 +64,7 @@ class Placed(Message, frozen=True, kw_only=True, tag="placed/1"):
     role: Literal["prefill", "decode"]
     prefill_ms: float = 0.0  # predicted; 0 for a decode, or without costs
     num_tokens: int = 0  # of KV that it will take there, at first
+    there_ms: float = 0.0  # until the KV of a decode has come, predicted; 0 without costs
 
 
 class CancelWord(Message, frozen=True, kw_only=True, tag="cancel-word/1"):

@@ -184,6 +184,25 @@ def test_without_costs_nothing_is_said_of_times() -> None:
     assert outlook.decode_at(w1, 0.0).step_ms is None
 
 
+def test_the_way_to_a_worker_is_taken_until_what_was_sent_has_come() -> None:
+    """Whoever placed it: one sequence's blocks come after the other's, beats tell nothing of it,
+    and it ends by itself."""
+    outlook, fleet = hearing(worker("w1", roles=("decode",)))
+    table = outlook.table(SERVED)
+
+    def link_ms(now_s: float) -> float:
+        return float(table.take(table.rows_of("decode")).link_ms(now_s)[0])
+
+    assert link_ms(0.0) == 0
+    for request, there_ms in (("r1", 700.0), ("r2", 300.0)):
+        sent = msgspec.structs.replace(placed("w1", request, role="decode"), there_ms=there_ms)
+        outlook.hear_placed(sent, 0.0)
+    assert link_ms(0.0) == pytest.approx(700)
+    tell(outlook, fleet, worker("w1", roles=("decode",), num_running=2), 0.5)
+    assert link_ms(0.5) == pytest.approx(200)
+    assert link_ms(1.0) == 0
+
+
 @pytest.mark.parametrize("state", ["gone", "draining"])
 def test_who_leaves_is_no_candidate(state: str) -> None:
     """Nor one that the fleet has given up: a frozen worker beats once more when it wakes."""

@@ -269,6 +269,7 @@ SAMPLES: tuple[Message, ...] = (
         role="prefill",
         prefill_ms=18.5,
         num_tokens=512,
+        there_ms=4.5,
     ),
     WorkerProfile(
         name="tiny-cpu",
