@@ -28,7 +28,6 @@ from loadgen.simulate.result import SimulationResult
 
 FLEET = "h100-8p8d"
 MIXED_FLEET = "mixed-8p8d"
-MIXED_RATE = 0.75  # A100 decode more slowly: at the trace's own rate nobody would be in time
 BASELINES: tuple[PlacementPolicy, ...] = ("random", "least-loaded")
 
 Runs = dict[PlacementPolicy, list[SimulationResult]]
@@ -40,7 +39,7 @@ def measure(plan: RoutePlan) -> RouteSection:
     ``hot_prefix_max_over_mean``."""
     shared = _policies(plan, FLEET, "shared-prefix")
     held_out = _policies(plan, FLEET, "held-out")
-    mixed = _policies(plan, MIXED_FLEET, "shared-prefix", rate=MIXED_RATE)
+    mixed = _policies(plan, MIXED_FLEET, "shared-prefix")
     new = _policies(plan, FLEET, "no-reuse", ("least-loaded",))
     hot = run_seeds(Case(fleet=FLEET, trace="hot-prefix"), plan)
     figures: dict[str, Figure] = {
@@ -72,10 +71,9 @@ def _policies(
     fleet: str,
     trace: str,
     baselines: tuple[PlacementPolicy, ...] = BASELINES,
-    rate: float = 1.0,
 ) -> Runs:
     return {
-        policy: run_seeds(Case(fleet=fleet, trace=trace, placement=policy, rate=rate), plan)
+        policy: run_seeds(Case(fleet=fleet, trace=trace, placement=policy), plan)
         for policy in ("score", *baselines)
     }
 
