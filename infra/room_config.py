@@ -22,6 +22,11 @@ class RoomConfig(RouteConfig):
         "requests wait in control, in fair order, while every worker has more than this in front "
         "of it, by prediction. Less is fairer, too little lets workers idle",
     )
+    mixed_ahead_ms: float = setting(
+        20.0,
+        number(0, 60_000),
+        "the same, where it is less, while requests of several tenants or priorities come",
+    )
     aging_s: float = setting(
         30.0,
         number(0.1, 86_400),

@@ -77,6 +77,7 @@ class Decisions:
             prefixes,
             DoorMeter(ctx.metrics),
             ahead_ms=config.ahead_ms,
+            mixed_ahead_ms=config.mixed_ahead_ms,
             aging_s=config.aging_s,
         )
         self.backlog = Backlog(bus, config.max_queued_requests, self.door.room.num_waiting)

@@ -25,7 +25,7 @@ from pipeline.door_meter import DoorMeter
 from pipeline.fair_queue import AGING_S, Ticket
 from pipeline.fleet import Fleet
 from pipeline.forecast import Forecast
-from pipeline.openings import AHEAD_MS
+from pipeline.openings import AHEAD_MS, MIXED_AHEAD_MS
 from pipeline.placement import Placement, PrefillPlace
 from pipeline.prefix_hash import ID_BYTES
 from pipeline.prefixes import Prefixes
@@ -81,11 +81,17 @@ class Doorkeeper:
         meter: DoorMeter,
         *,
         ahead_ms: float = AHEAD_MS,
+        mixed_ahead_ms: float = MIXED_AHEAD_MS,
         aging_s: float = AGING_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.room = WaitingRoom(
-            fleet, forecast, gate=self._gate, ahead_ms=ahead_ms, aging_s=aging_s
+            fleet,
+            forecast,
+            gate=self._gate,
+            ahead_ms=ahead_ms,
+            mixed_ahead_ms=mixed_ahead_ms,
+            aging_s=aging_s,
         )
         self._fleet = fleet
         self._forecast = forecast
@@ -159,7 +165,8 @@ class Doorkeeper:
 
     def place(self, record: RequestRecord, ask: Ask) -> PrefillPlace:
         """Where a request goes that has had its turn."""
-        place = self._placement.place_prefill(record)
+        hurries = self.room.hurries(ask.served, ask.tenant)
+        place = self._placement.place_prefill(record, hurries=hurries)
         if place.worker != subjects.ANY:
             self._budget.place(ask.request_id)
             self.room.openings.sent(ask.request_id, ask.served, place.worker)

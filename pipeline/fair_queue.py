@@ -13,11 +13,13 @@ outrank the fresh requests of everybody else, which is what the counters are the
 
 Served is measured in tokens: prompt tokens that must be computed, and ``OUTPUT_WEIGHT`` times the
 tokens generated, for those are dearer. A request is charged when it is let go with as many tokens
-as it is likely to generate, and corrected at its end. A tenant that begins to wait is lifted to the
-least counter of those that wait: nobody saves up for later by being idle, and nobody pays for
-having been alone.
+as it is likely to generate, and corrected at its end. A tenant that begins to wait is lifted to
+``CREDIT_TOKENS`` under the least counter that those who wait ever had: nobody saves up for later
+by being idle, and nobody pays for having been alone. The credit is for who uses less than its
+share: its next request would else wait until the others have had as much as its last one.
 
-Source: Sheng et al., Fairness in Serving Large Language Models (OSDI 2024), algorithms 2 and 3.
+Source: Sheng et al., Fairness in Serving Large Language Models (OSDI 2024), algorithms 2 and 3;
+the credit is ours.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from dataclasses import dataclass, field
 from pipeline.keyed_heap import KeyedHeap
 
 OUTPUT_WEIGHT = 2.0  # of a generated token, in computed prompt tokens; the paper's
+CREDIT_TOKENS = 32_768.0  # as many as a few long prompts: a fifth of a second of eight H100
 AGING_S = 30.0
 MAX_CLASS = 16  # a priority beyond 16, or below -16, counts as that: so classes are few
 _MAX_IDLE_TENANTS = 4096
@@ -114,12 +117,14 @@ class FairQueue:
 
     Args:
         aging_s: after so long a class of requests counts as one priority higher.
+        credit_tokens: how much a tenant may be behind the others when it begins to wait.
 
     Cost: O(log n) for every call, n being what waits.
     """
 
-    def __init__(self, *, aging_s: float = AGING_S) -> None:
+    def __init__(self, *, aging_s: float = AGING_S, credit_tokens: float = CREDIT_TOKENS) -> None:
         self._aging_s = aging_s
+        self._credit_tokens = credit_tokens
         self._num_pushed = 0
         self._tickets: dict[str, Ticket] = {}
         self._places: dict[str, _Place] = {}
@@ -128,6 +133,7 @@ class FairQueue:
         self._waiting: KeyedHeap[str, float] = KeyedHeap()  # tenants by their counter
         self._idle: KeyedHeap[str, float] = KeyedHeap()  # those that don't wait
         self._last = ""  # the tenant that was charged last
+        self._level = 0.0  # the least counter so far; it never falls, so that credits don't add up
         self._charged: OrderedDict[str, _Charge] = OrderedDict()
 
     def __len__(self) -> int:
@@ -211,6 +217,11 @@ class FairQueue:
         found = self._tenants.get(tenant)
         return 0.0 if found is None else found.counter
 
+    def num_waiting_of(self, tenant: str) -> int:
+        """How many requests of ``tenant`` wait."""
+        found = self._tenants.get(tenant)
+        return 0 if found is None else found.num_waiting
+
     @property
     def num_tenants_waiting(self) -> int:
         """How many tenants wait."""
@@ -243,9 +254,9 @@ class FairQueue:
             tenant = self._tenants[name] = _Tenant()
         if not tenant.num_waiting:
             least = self._waiting.least()
-            tenant.counter = max(
-                tenant.counter, self.counter(self._last) if least is None else least
-            )
+            reached = self.counter(self._last) if least is None else least
+            self._level = max(self._level, reached)
+            tenant.counter = max(tenant.counter, self._level - self._credit_tokens)
             self._idle.discard(name)
             self._waiting.put(name, tenant.counter)
         return tenant

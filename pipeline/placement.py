@@ -68,8 +68,13 @@ class Decision:
 class Placement(Protocol):
     """Chooses workers."""
 
-    def place_prefill(self, record: RequestRecord) -> PrefillPlace:
-        """Where ``record`` is computed."""
+    def place_prefill(self, record: RequestRecord, *, hurries: bool = False) -> PrefillPlace:
+        """Where ``record`` is computed.
+
+        Args:
+            hurries: nobody is behind it for whom work would be saved by finding its prefix, so
+                that it goes where it is done first.
+        """
 
     def decode_worker(self, served: str, ready: KvReady) -> str:
         """A worker id, or ``any``."""
@@ -157,7 +162,7 @@ class PolicyPlacement:
 
     # Prefill ---------------------------------------------------------------------------------
 
-    def place_prefill(self, record: RequestRecord) -> PrefillPlace:
+    def place_prefill(self, record: RequestRecord, *, hurries: bool = False) -> PrefillPlace:
         """See :class:`Placement`."""
         now_s = self._clock()
         matches = self._find(record)
@@ -166,13 +171,15 @@ class PolicyPlacement:
         place = None
         if len(pool.table.rows_of("prefill")) > 1 or len(pool.table.rows_of(SUFFIX)):
             weighed = pool.weigh_prefill(num_prompt, matches)
+            if hurries:
+                weighed = replace(weighed, candidates=replace(weighed.candidates, backlog=0.0))
             place = self._stay(record, weighed, matches, now_s) or self._choose(weighed, matches)
         if place is None:
             return self._to_any(record, pool, matches)
         beat = self._fleet.worker(place.worker)
         if beat is None:  # given up a moment ago
             self._outlook.drop(place.worker)
-            return self.place_prefill(record)
+            return self.place_prefill(record, hurries=hurries)
         placed = Placed(
             process=self._process,
             request_id=record.request_id,

@@ -18,10 +18,11 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 
+from pipeline.company import Company
 from pipeline.fair_queue import AGING_S, FairQueue, Ticket
 from pipeline.fleet import Fleet
 from pipeline.forecast import Forecast
-from pipeline.openings import AHEAD_MS, Openings
+from pipeline.openings import AHEAD_MS, MIXED_AHEAD_MS, Openings
 from pipeline.verdict import Admit, Refuse, Wait
 from schemas.subjects import ANY
 
@@ -41,6 +42,8 @@ class WaitingRoom:
     Args:
         gate: asked of the one whose turn it is, right before it goes: Admit charges it.
         ahead_ms, aging_s: see ``pipeline/openings.py``, ``pipeline/fair_queue.py``.
+        mixed_ahead_ms: in place of ``ahead_ms``, if that is more, while requests of several
+            tenants or priorities come to a pool.
     """
 
     def __init__(
@@ -50,10 +53,13 @@ class WaitingRoom:
         *,
         gate: Gate = no_gate,
         ahead_ms: float = AHEAD_MS,
+        mixed_ahead_ms: float = MIXED_AHEAD_MS,
         aging_s: float = AGING_S,
     ) -> None:
         self.openings = Openings(fleet, forecast, ahead_ms=ahead_ms)
         self._gate = gate
+        self._mixed_ahead_ms = min(ahead_ms, mixed_ahead_ms)
+        self._company: dict[str, Company] = {}  # by pool
         self._aging_s = aging_s
         self._queues: dict[str, FairQueue] = {}
         self._served_of: dict[str, str] = {}  # requests that wait
@@ -77,6 +83,12 @@ class WaitingRoom:
             self._turn.append(served)
         return found
 
+    def hurries(self, served: str, tenant: str) -> bool:
+        """Whether none of ``tenant`` waits for a pool, and others do: to it the work that is saved
+        for those behind is worth nothing."""
+        queue = self._queues.get(served)
+        return queue is not None and len(queue) > 0 and not queue.num_waiting_of(tenant)
+
     def has_ticket(self, request_id: str) -> bool:
         """Whether a request waits here."""
         return request_id in self._served_of
@@ -88,6 +100,7 @@ class WaitingRoom:
             ValueError: its request waits already.
         """
         self.queue(ticket.served).push(ticket)
+        self._come(ticket, now_s)
         self._served_of[ticket.request_id] = ticket.served
         self._blocked_s.pop(ticket.served, None)  # another may be the first now
 
@@ -98,7 +111,8 @@ class WaitingRoom:
             Whether it went; else it has to be pushed.
         """
         queue = self.queue(ticket.served)
-        if len(queue) or not self.openings.is_open(ticket.served, now_s):
+        self._come(ticket, now_s)
+        if len(queue) or self._opens_s(ticket.served, now_s) > now_s:
             return False
         queue.charge(ticket)
         self._let_go(ticket)
@@ -162,12 +176,21 @@ class WaitingRoom:
         return min((self._looks_s(served, now_s) for served in waiting), default=math.inf)
 
     def _looks_s(self, served: str, now_s: float) -> float:
-        return max(self.openings.opens_s(served, now_s), self._blocked_s.get(served, now_s))
+        return max(self._opens_s(served, now_s), self._blocked_s.get(served, now_s))
+
+    def _opens_s(self, served: str, now_s: float) -> float:
+        company = self._company.get(served)
+        is_mixed = company is not None and company.is_mixed(now_s)
+        return self.openings.opens_s(served, now_s, self._mixed_ahead_ms if is_mixed else None)
+
+    def _come(self, ticket: Ticket, now_s: float) -> None:
+        company = self._company.setdefault(ticket.served, Company())
+        company.come((ticket.tenant, ticket.level), now_s)
 
     def _may_go(self, served: str, now_s: float) -> bool:
         if not len(self._queues[served]) or self._blocked_s.get(served, now_s) > now_s:
             return False
-        return self.openings.is_open(served, now_s)
+        return self._opens_s(served, now_s) <= now_s
 
     def _pools(self) -> Iterator[str]:
         """Every pool once, another one first each time."""

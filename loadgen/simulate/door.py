@@ -115,7 +115,8 @@ class VirtualDoor:
 
     def _place(self, request: Request, record: RequestRecord) -> None:
         begun_ns = time.thread_time_ns()
-        place = self._minds.placement.place_prefill(record)
+        hurries = self._room is not None and self._room.hurries(self._served, record.tenant)
+        place = self._minds.placement.place_prefill(record, hurries=hurries)
         self.decisions_s.append((time.thread_time_ns() - begun_ns) / 1e9)
         if place.worker != ANY:
             if self._minds.budget is not None:

@@ -34,7 +34,7 @@ class Named:
     places: list[str] = field(default_factory=list)
     error: Exception | None = None
 
-    def place_prefill(self, record: RequestRecord) -> PrefillPlace:
+    def place_prefill(self, record: RequestRecord, *, hurries: bool = False) -> PrefillPlace:
         if self.error is not None:
             raise self.error
         self.places.append(record.request_id)

@@ -42,6 +42,11 @@ def queue_of(*tickets: Ticket) -> FairQueue:
     return queue
 
 
+def popped(queue: FairQueue, number: int) -> list[str]:
+    found = [queue.pop(0.0) for _ in range(number)]
+    return [one.request_id for one in found if one is not None]
+
+
 def drained(queue: FairQueue, now_s: float = 0.0) -> list[str]:
     order = []
     while (found := queue.pop(now_s)) is not None:
@@ -121,7 +126,7 @@ def test_served_is_measured_in_tokens_not_in_requests() -> None:
 
 def test_who_was_idle_has_saved_nothing() -> None:
     """A tenant that begins to wait is lifted to those that wait already."""
-    queue = FairQueue()
+    queue = FairQueue(credit_tokens=0.0)
     for i in range(50):
         queue.push(ticket(f"a-{i}", "a"))
     for _ in range(40):
@@ -132,9 +137,34 @@ def test_who_was_idle_has_saved_nothing() -> None:
     assert sum(one.startswith("b") for one in order[:10]) == 5
 
 
+def test_who_uses_less_than_its_share_goes_at_once() -> None:
+    """One request now and then, beside a tenant that always waits: each goes before the others,
+    also the one after a long one, for much was done for them since."""
+    queue = FairQueue(credit_tokens=1000.0)
+    for i in range(100):
+        queue.push(ticket(f"a-{i}", "a"))
+    for i, (num, others) in enumerate(((900, 10), (100, 5), (100, 1))):
+        assert all(one.startswith("a") for one in popped(queue, others))
+        queue.push(ticket(f"b-{i}", "b", num_uncached=num))
+        assert popped(queue, 1) == [f"b-{i}"]
+
+
+def test_a_crowd_of_new_tenants_has_one_credit_each() -> None:
+    """Each goes before those who wait with what its credit is; the last of them no more than the
+    first, so that nobody can be overtaken without end."""
+    queue = FairQueue(credit_tokens=1000.0)
+    for i in range(50):
+        queue.push(ticket(f"a-{i}", "a"))
+    assert len(popped(queue, 30)) == 30
+    level = queue.counter("a")
+    for i in range(20):
+        queue.push(ticket(f"new-{i}", f"new-{i}"))
+    assert {queue.counter(f"new-{i}") for i in range(20)} == {level - 1000.0}
+
+
 def test_who_was_alone_owes_nothing() -> None:
     """What was served while nobody else waited is not held against a tenant."""
-    queue = FairQueue()
+    queue = FairQueue(credit_tokens=0.0)
     for i in range(40):
         queue.push(ticket(f"alone-{i}", "a"))
         queue.pop(0.0)
@@ -179,7 +209,7 @@ def test_idle_tenants_are_forgotten_beyond_a_number(monkeypatch: pytest.MonkeyPa
     """Names of tenants come from outside: memory does not grow with them."""
     monkeypatch.setattr("pipeline.fair_queue._MAX_IDLE_TENANTS", 8)
     monkeypatch.setattr("pipeline.fair_queue._MAX_CHARGED", 8)
-    queue = FairQueue()
+    queue = FairQueue(credit_tokens=0.0)
     for i in range(100):
         queue.push(ticket(f"r-{i}", f"tenant-{i}"))
         queue.pop(0.0)

@@ -165,7 +165,7 @@ class Holders:
         self.knows_prefixes = True
         self.asked: list[str] = []
 
-    def place_prefill(self, record: RequestRecord) -> PrefillPlace:
+    def place_prefill(self, record: RequestRecord, *, hurries: bool = False) -> PrefillPlace:
         self.asked.append(record.request_id)
         return PrefillPlace(worker="w2", sources=SOURCES)
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.company import COMPANY_S
 from pipeline.fair_queue import Ticket
 from pipeline.fleet import Fleet
 from pipeline.forecast import DecodeForecast
@@ -220,7 +221,7 @@ def test_no_more_go_than_there_is_room_for() -> None:
 def test_tenants_take_turns_and_ends_are_settled() -> None:
     """The room is the fair queue with a door."""
     told = Told({"w1": 1000.0})
-    room = WaitingRoom(fleet_of("w1"), told, ahead_ms=AHEAD_MS)
+    room = WaitingRoom(fleet_of("w1"), told, ahead_ms=AHEAD_MS, mixed_ahead_ms=AHEAD_MS)
     for i in range(4):
         room.push(ticket(f"big-{i}", "big"), NOW_S)
     room.push(ticket("small-0", "small"), NOW_S)
@@ -229,6 +230,43 @@ def test_tenants_take_turns_and_ends_are_settled() -> None:
     before = room.queue(SERVED).counter("big")
     room.ended("big-0", 40)
     assert room.queue(SERVED).counter("big") == before + 2 * (40 - 10)
+
+
+def test_less_lies_ahead_of_workers_while_several_tenants_come() -> None:
+    """What lies at a worker is before whoever comes next: of one tenant that does not matter."""
+    told = Told({"w1": 60.0})
+    room = WaitingRoom(fleet_of("w1"), told, ahead_ms=AHEAD_MS, mixed_ahead_ms=20.0)
+    assert arrive(room, ticket("big-0", "big"), ticket("big-1", "big")) == [True, True]
+    room.claimed("big-0", "w1")
+    room.claimed("big-1", "w1")
+    assert arrive(room, ticket("small-0", "small")) == [False]
+    assert room.next_look_s(NOW_S) == pytest.approx(NOW_S + 0.04), "when 20 ms are left"
+    assert let_go(room, NOW_S + 0.041) == ["small-0"]
+    room.claimed("small-0", "w1")
+    room.push(ticket("big-2", "big"), NOW_S)
+    told.at_s = later_s = NOW_S + COMPANY_S + 1
+    told.wait_ms["w1"] = 60.0
+    assert let_go(room, later_s) == ["big-2"], "the other one has not come for long"
+
+
+def test_who_has_nobody_behind_it_hurries_where_others_wait() -> None:
+    """Its own requests behind it would gain by what it saves; somebody else's it need not serve."""
+    room = WaitingRoom(fleet_of("w1"), Told({"w1": 1000.0}), ahead_ms=AHEAD_MS)
+    assert not room.hurries(SERVED, "small"), "nobody waits"
+    room.push(ticket("big-0", "big"), NOW_S)
+    assert room.hurries(SERVED, "small")
+    assert not room.hurries(SERVED, "big")
+    assert not room.hurries("other@r1", "small")
+
+
+def test_another_pools_tenants_are_no_company() -> None:
+    """They wait for other workers."""
+    fleet = fleet_of("w1")
+    fleet.hear(msgspec.structs.replace(beat("w2"), costs=COSTS, served="other@r1"), NOW_S)
+    room = WaitingRoom(fleet, Told({"w1": 60.0}), ahead_ms=AHEAD_MS, mixed_ahead_ms=20.0)
+    assert arrive(room, ticket("a", "a"), ticket("b", "b", served="other@r1")) == [True, True]
+    room.claimed("a", "w1")
+    assert arrive(room, ticket("c", "a")) == [True]
 
 
 def test_pools_do_not_wait_for_each_other() -> None:

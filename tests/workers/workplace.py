@@ -106,7 +106,7 @@ class Decider:
 
     knows_prefixes = False
 
-    def place_prefill(self, record: RequestRecord) -> PrefillPlace:
+    def place_prefill(self, record: RequestRecord, *, hurries: bool = False) -> PrefillPlace:
         return PrefillPlace(worker=subjects.ANY)
 
     def decode_worker(self, served: str, ready: KvReady) -> str:
