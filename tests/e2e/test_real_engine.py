@@ -46,7 +46,10 @@ async def mesh(
     """Control, bridge, two prefill and two decode workers."""
     async with mesh_of(tmp_path_factory.mktemp("mesh")) as running:
         running.model = "smollm2-135m"
-        await running.start("control", "control", "--model", f"smollm2-135m={default_folder}")
+        await running.start(
+            "control", "control", "--model", f"smollm2-135m={default_folder}",
+            "--route-suffix-tokens", "0",  # every rest of a prompt goes to a prefill worker
+        )  # fmt: skip
         await running.start("bridge", "bridge", "--port", "0")
         for name in ("prefill-0", "prefill-1", "decode-0", "decode-1"):
             role = name.partition("-")[0]
