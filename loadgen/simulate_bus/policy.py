@@ -14,11 +14,16 @@ def control_flags(plan: FleetPlan, folder: Path, speed: float) -> tuple[str, ...
     """The flags of ``mesh control``: times in those of workers that are ``speed`` times as fast.
     A promise is written to a file in ``folder``."""
     policy, links, usual = plan.policy, plan.links, RoomConfig()
-    ahead_ms = usual.ahead_ms / speed if policy.has_waiting_room else _NEVER_WAIT_MS
+    waits = policy.has_waiting_room
+    ahead_ms, mixed_ahead_ms = (
+        min(ms / speed, _NEVER_WAIT_MS) if waits else _NEVER_WAIT_MS
+        for ms in (usual.ahead_ms, usual.mixed_ahead_ms)
+    )
     flags = [
         f"--route-policy={policy.placement}",
         f"--early-rejection={policy.early_rejection}",
-        f"--ahead-ms={min(ahead_ms, _NEVER_WAIT_MS)}",
+        f"--ahead-ms={ahead_ms}",
+        f"--mixed-ahead-ms={mixed_ahead_ms}",
         f"--aging-s={min(86_400.0, max(0.1, usual.aging_s / speed))}",
         f"--route-suffix-hold-ms={min(60_000.0, usual.route_suffix_hold_ms / speed)}",
         f"--route-link-host={links.host.gb_s * speed}",

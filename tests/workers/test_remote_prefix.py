@@ -10,7 +10,6 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 import msgspec
 import pytest
@@ -234,7 +233,8 @@ async def test_a_lease_that_ends_under_a_slow_reader_does_no_harm(
             for block in prompt_at(owner, record).blocks:
                 host.discard(block.block_hash)
             names = [
-                replace(b, block_hash=b.block_hash[::-1]) for b in prompt_at(owner, record).blocks
+                msgspec.structs.replace(block, block_hash=block.block_hash[::-1])
+                for block in prompt_at(owner, record).blocks
             ]
             filling = host.reserve(names)
             host.abort(filling)

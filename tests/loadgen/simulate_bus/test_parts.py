@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 
 from infra.config import ControlConfig
 from infra.model_folder import open_model_folder
+from infra.room_config import RoomConfig
 from infra.settings import settings_of
 from loadgen.machine import MachineNote
 from loadgen.measure import RequestResult
@@ -144,11 +145,12 @@ def test_control_is_told_what_the_file_says(tmp_path: Path) -> None:
     known = {found.flag: found for _, found in settings_of(ControlConfig)}
     values = {flag: known[flag].parse(text) for flag, text in flags.items()}
     assert values["--route-policy"] == "random"
-    assert values["--ahead-ms"] == 60_000, "random lets nobody wait"
+    assert values["--ahead-ms"] == values["--mixed-ahead-ms"] == 60_000, "random lets nobody wait"
     found = read_policies(values["--policies"]).of("any")
     assert (found.default_slo.ttft_ms, found.default_slo.tbt_ms) == (250, 20)
     usual = dict(flag.split("=", 1) for flag in control_flags(PLAN, tmp_path, 0.5))
-    assert usual["--ahead-ms"] == "500.0"
+    assert float(usual["--ahead-ms"]) == 2 * RoomConfig().ahead_ms
+    assert float(usual["--mixed-ahead-ms"]) == 2 * RoomConfig().mixed_ahead_ms
     assert "--policies" not in usual
 
 
