@@ -25,7 +25,7 @@ from schemas import subjects
 from schemas.errors import RequestCancelled, SchemaError
 from schemas.requests import InferenceRequest
 from schemas.tokens import Claim, StreamEnd, decode_chain_entry
-from tests.e2e.harness import Mesh, mesh_of
+from tests.e2e.harness import Mesh, Role, mesh_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -43,6 +43,8 @@ class Crowd:
     mesh: Mesh
     client: MeshClient
     models: tuple[str, ...]
+    control: str = "control-0"  # one that runs
+    num_controls: int = 1  # so far
     claims: list[str] = field(default_factory=list)  # request ids, in the order of first claims
     ends: Counter[str] = field(default_factory=Counter)
 
@@ -55,6 +57,15 @@ class Crowd:
             self.claims.append(entry.request_id)
         elif isinstance(entry, StreamEnd):
             self.ends[entry.request_id] += 1
+
+    async def relieve(self) -> Role:
+        """Start another control process; the one that it is to take over from."""
+        relieved = self.mesh.roles[self.control]
+        self.control = f"control-{self.num_controls}"
+        self.num_controls += 1
+        await self.mesh.start("control", self.control, *self.models)
+        await self.mesh.until_ready(self.control)
+        return relieved
 
     async def submit(
         self, count: int, *, tenant: str = "", priority: int = 0, max_tokens: int = 24
@@ -151,9 +162,8 @@ async def test_control_is_killed_while_many_wait(crowd: Crowd) -> None:
     """Another goes on with those that wait: each is answered once, with one claim and one end."""
     streams = await crowd.submit(30)
     assert await crowd.num_waiting() > 0
-    await crowd.mesh.start("control", "control-1", *crowd.models)
-    crowd.mesh.roles["control-0"].kill()
-    await crowd.mesh.until_ready("control-1")
+    relieved = await crowd.relieve()
+    relieved.kill()
     await crowd.read(streams)
     assert [crowd.ends[stream.request_id] for stream in streams] == [1] * len(streams)
     assert await crowd.num_waiting() == 0
@@ -162,10 +172,8 @@ async def test_control_is_killed_while_many_wait(crowd: Crowd) -> None:
 
 async def test_a_control_that_drains_hands_over_who_waits(crowd: Crowd) -> None:
     """It leaves while they wait, for a worker that stands still, and the other one has them."""
-    await crowd.mesh.start("control", "control-2", *crowd.models)
-    await crowd.mesh.until_ready("control-2")
+    leaving, worker = await crowd.relieve(), crowd.mesh.roles["both-0"]
     streams = await crowd.submit(30)
-    leaving, worker = crowd.mesh.roles["control-1"], crowd.mesh.roles["both-0"]
     worker.send(signal.SIGSTOP)
     leaving.send(signal.SIGTERM)
     await asyncio.to_thread(leaving.process.wait, 60)
@@ -179,10 +187,8 @@ async def test_a_control_that_drains_hands_over_who_waits(crowd: Crowd) -> None:
 
 async def test_control_freezes_while_many_wait(crowd: Crowd) -> None:
     """Whoever else there is has them in the end; what the frozen one does when it wakes is void."""
-    await crowd.mesh.start("control", "control-3", *crowd.models)
-    await crowd.mesh.until_ready("control-3")
+    frozen = await crowd.relieve()
     streams = await crowd.submit(30)
-    frozen = crowd.mesh.roles["control-2"]
     frozen.send(signal.SIGSTOP)
     try:
         await crowd.read(streams)
