@@ -10,8 +10,6 @@ that none disturbs another. Figures of all sections are top-level keys of one JS
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -20,6 +18,7 @@ import typer
 
 from infra.failure import EXIT_INTERRUPTED, first_mesh_error, report
 from loadgen.bench.result import BenchResult, Figure
+from loadgen.bench.sections import chosen, measured, tell_begun
 from loadgen.machine import MachineNote, OthersMeter
 from schemas.errors import ConfigError, MeshError
 
@@ -70,7 +69,7 @@ def command(
         if not 1 <= turns <= 1000:
             raise ConfigError("turns is not within 1 and 1000", param="turns")
         meter = OthersMeter()
-        sections = run_sections(names, KvPlan(model=model, turns=turns), _tell)
+        sections = run_sections(names, KvPlan(model=model, turns=turns), tell_begun)
         machine = machine.meanwhile(meter.cores())
     except KeyboardInterrupt:
         raise typer.Exit(EXIT_INTERRUPTED) from None
@@ -95,14 +94,7 @@ def section_names(only: str) -> tuple[str, ...]:
     Raises:
         ConfigError: there is no such section.
     """
-    wanted = {name.strip() for name in only.split(",")} - {""}
-    unknown = wanted - SECTIONS.keys()
-    if unknown:
-        raise ConfigError(
-            f"there is no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}",
-            param="only",
-        )
-    return tuple(name for name in SECTIONS if name in wanted or not wanted)
+    return chosen(only, SECTIONS)
 
 
 def run_sections(
@@ -113,12 +105,4 @@ def run_sections(
     Raises:
         MeshError: a section could not be measured.
     """
-    found = []
-    for name in names:
-        tell(name)
-        found.append(importlib.import_module(SECTIONS[name]).measure(plan))
-    return tuple(found)
-
-
-def _tell(name: str) -> None:
-    print(f"measuring {name} …", file=sys.stderr)
+    return measured(names, SECTIONS, plan, tell)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ import typer
 
 from infra.failure import EXIT_INTERRUPTED, first_mesh_error, report
 from loadgen.bench.result import BenchResult, Figure
+from loadgen.bench.sections import chosen, measured, tell_begun
 from loadgen.machine import MachineNote, OthersMeter
 from schemas.errors import ConfigError, MeshError
 
@@ -95,7 +95,7 @@ def command(
         )
         check_page(html)
         meter = OthersMeter()
-        sections = run_sections(names, plan, _tell)
+        sections = run_sections(names, plan, tell_begun)
         machine = machine.meanwhile(meter.cores())
     except KeyboardInterrupt:
         raise typer.Exit(EXIT_INTERRUPTED) from None
@@ -139,15 +139,7 @@ def section_names(only: str) -> tuple[str, ...]:
     Raises:
         ConfigError: there is no such section.
     """
-    wanted = {name.strip() for name in only.split(",")} - {""}
-    unknown = wanted - SECTIONS.keys()
-    if unknown:
-        raise ConfigError(
-            f"there is no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}",
-            param="only",
-        )
-    wanted = wanted or SECTIONS.keys() - ONLY_WHEN_ASKED
-    return tuple(name for name in SECTIONS if name in wanted)
+    return chosen(only, SECTIONS, ONLY_WHEN_ASKED)
 
 
 def run_sections(
@@ -158,11 +150,7 @@ def run_sections(
     Raises:
         MeshError: a section could not be measured.
     """
-    found = []
-    for name in names:
-        tell(name)
-        found.append(importlib.import_module(SECTIONS[name]).measure(plan))
-    return tuple(found)
+    return measured(names, SECTIONS, plan, tell)
 
 
 def check_page(html: Path | None) -> None:
@@ -177,7 +165,3 @@ def check_page(html: Path | None) -> None:
         raise ConfigError(f"no folder for {html}", param="html")
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("plots need matplotlib: install the extra [report]", param="html")
-
-
-def _tell(name: str) -> None:
-    print(f"measuring {name} …", file=sys.stderr)

@@ -47,7 +47,7 @@ def test_figures_of_all_sections_are_top_level_keys(monkeypatch: pytest.MonkeyPa
 
     modules = {name: measures(name) for name in ("one", "two")}
     monkeypatch.setattr(kv, "SECTIONS", {name: name for name in modules})
-    monkeypatch.setattr(kv.importlib, "import_module", modules.__getitem__)
+    monkeypatch.setattr(importlib, "import_module", modules.__getitem__)
     told: list[str] = []
     sections = run_sections(["two", "one"], PLAN, told.append)
     assert told == ["two", "one"]
