@@ -63,6 +63,7 @@ class Claimed:
     tokens: tuple[tuple[int, ...], ...] = ()
     finished: tuple[str, ...] = ()
     traceparent: str = ""
+    overtakes: bool = False  # as its task says
 
     @property
     def key(self) -> str:
@@ -227,6 +228,7 @@ class Claims:
             seq=seq,
             role=role,
             traceparent=work.headers.traceparent,
+            overtakes=isinstance(task, PrefillTask) and task.overtakes,
         )
         self._owed[claimed.key] = claimed
         self._num_choices += claimed.num_choices

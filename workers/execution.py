@@ -272,6 +272,7 @@ class Execution:
             hold_after_first=self._hand_over is not None and claimed.role == "prefill",
             imported_blocks=imported.blocks,
             num_imported_tokens=imported.num_tokens,
+            overtakes=claimed.overtakes,
         )
 
     def drop(self, claimed: Claimed) -> None:

@@ -3,8 +3,9 @@
 What ``workers/engine/scheduler.py`` decides for each token is decided here for whole runs of steps:
 
     a step takes every decoding sequence, one token each, then chunks of what is left to compute,
-    oldest first, up to a budget of tokens; who waits starts in the order of arrival, when all of it
-    finds room; when the pool is out, the youngest owner of blocks gives its up
+    oldest first, up to a budget of tokens; who waits starts in its turn, when all of it finds room;
+    the end of a prompt that overtakes closes the step; when the pool is out, the youngest owner of
+    blocks gives its up
 
 As long as no prompt is computed nothing changes until somebody comes or goes, and so many steps are
 one event. ``tests/loadgen/simulate/test_engine.py`` holds both engines against each other.
@@ -128,6 +129,7 @@ class VirtualEngine:
         plan = _Plan(self.spec.max_batch_tokens)
         self._plan_decodes(plan)
         for sequence in list(self.prefilling):
+            self._admit_in_order(plan, before=sequence)
             if sequence in self.prefilling and plan.budget > 0:
                 self._extend(sequence, min(sequence.num_uncomputed, plan.budget), plan)
         self._admit_in_order(plan)
@@ -205,8 +207,9 @@ class VirtualEngine:
                 self._preempt(sequence, plan)
                 return
             self._preempt(victim, plan)
+        closes = sequence.overtakes and count == sequence.num_uncomputed
+        plan.budget = 0 if closes and not sequence.is_decoding else plan.budget - count
         plan.chunks[sequence] = count
-        plan.budget -= count
 
     def _chunks_ms(self, plan: _Plan) -> float:
         """What a step's prompts cost, as the simulated engine counts: a base for all of them, each
@@ -226,10 +229,19 @@ class VirtualEngine:
 
     # ---- starting ------------------------------------------------------------------------
 
-    def _admit_in_order(self, plan: _Plan) -> None:
+    def _admit_in_order(self, plan: _Plan, before: Sequence | None = None) -> None:
+        """Start who waits; with ``before`` those who are older than that one, as far as all who run
+        keep the room that they still need."""
         while self.waiting and plan.budget > 0 and self.num_running < self.spec.max_num_sequences:
-            if not self._admit(self.waiting[0], plan):
+            head = self.waiting[0]
+            if before is not None and not (head.age < before.age and self._has_spare(head)):
                 return
+            if not self._admit(head, plan):
+                return
+
+    def _has_spare(self, sequence: Sequence) -> bool:
+        missing = self._holdings.blocks_for(sequence.num_tokens) - sequence.num_blocks
+        return missing <= self.pool.num_available - self._num_promised()
 
     def _admit_by_force(self, head: Sequence, plan: _Plan) -> None:
         """Nothing runs, so only KV of those further back in line can be in the head's way."""

@@ -24,6 +24,7 @@ class Sequence:
     num_prompt: int
     num_output: int
     holds: bool  # its blocks stay after the first token, for another worker to read
+    overtakes: bool = False
     num_tokens: int = 0  # prompt and answer so far
     num_computed: int = 0
     num_private: int = 0

@@ -27,6 +27,7 @@ class Task:
     request: Request
     role: str
     sources: tuple[KvSource, ...] = ()
+    overtakes: bool = False
     source: SimulatedWorker | None = None
     held: Sequence | None = None
 

@@ -26,6 +26,7 @@ from pipeline.suffix import SUFFIX
 from schemas.control import Beat, Load, ProcessState
 from schemas.kv_events import KvEvents
 from schemas.tokens import Claim
+from workers.engine.line import place_in_line
 
 _MAX_WAITING_PREFILLS = 16
 _LEAST_NEWS_S = 0.05
@@ -220,15 +221,18 @@ class SimulatedWorker:
 
     def _start(self, task: Task) -> None:
         request = task.request
-        sequence = self._sequence(request, holds=self.spec.role == "prefill")
+        sequence = self._sequence(
+            request, holds=self.spec.role == "prefill", overtakes=task.overtakes
+        )
         self.engine.enqueue(sequence)
         self._go_on()
 
-    def _sequence(self, request: Request, *, holds: bool) -> Sequence:
+    def _sequence(self, request: Request, *, holds: bool, overtakes: bool = False) -> Sequence:
         self._num_arrived += 1
         return Sequence(
             key=request.request_id,
-            age=self._num_arrived,
+            age=place_in_line(self._num_arrived, overtakes=overtakes),
+            overtakes=overtakes,
             pieces=request.pieces,
             num_prompt=request.num_prompt,
             num_output=request.num_output,

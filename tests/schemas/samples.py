@@ -154,6 +154,7 @@ SAMPLES: tuple[Message, ...] = (
         reader=READER,
         record=RECORD,
         kv_sources=(KvSource(worker="decode-0-99aabbccdd", num_blocks=7, tier="disk"),),
+        overtakes=True,
     ),
     READY,
     DecodeTask(request_id=REQUEST_ID, epoch=2, after_seq=17, reader=READER, ready=READY),

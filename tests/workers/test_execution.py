@@ -11,18 +11,20 @@ import pytest
 from infra.bus import TOKENS, replay
 from schemas import subjects
 from schemas.errors import BusUnavailable
+from schemas.prefill import PrefillTask
 from schemas.requests import RequestRecord
 from schemas.tokens import Claim, StreamEnd, StreamError, TokenBatch, decode_stream_message
 from tests.workers.workplace import (
     PATIENCE_S,
     PROMPT,
     READER,
+    SERVED,
     Worker,
     Workplace,
     is_claim,
     until,
 )
-from workers.engine.api import EngineApi, StepReport, TokenOutput
+from workers.engine.api import EngineApi, EngineRequest, StepReport, TokenOutput
 
 
 async def batches(place: Workplace, reader: str = READER) -> list[TokenBatch]:
@@ -243,6 +245,32 @@ async def test_usage_counts_what_each_worker_found_in_its_cache(place: Workplace
     first, second = [await place.answer(record) for record in records]
     assert first.end.usage.cached_tokens == 0
     assert second.end.usage.cached_tokens == len(PROMPT) - 1
+
+
+async def test_the_engine_is_told_who_overtakes(place: Workplace) -> None:
+    """Whoever placed a request decides that, and says so with its task."""
+    worker = await both(place)
+    told: dict[str, bool] = {}
+    add = worker.engine.add
+
+    def note(request: EngineRequest) -> None:
+        told[request.key] = request.overtakes
+        add(request)
+
+    worker.engine.add = note  # type: ignore[method-assign]
+    records = [await place.record([10 + number]) for number in range(2)]
+    for record, overtakes in zip(records, (False, True), strict=True):
+        task = PrefillTask(
+            request_id=record.request_id,
+            epoch=1,
+            after_seq=0,
+            reader=record.reader,
+            record=record,
+            overtakes=overtakes,
+        )
+        await place.place_task(task, subjects.prefill(SERVED), record.deadline_unix_ms)
+        await place.answer(record)
+    assert [told[f"{record.request_id}.1"] for record in records] == [False, True]
 
 
 async def test_what_is_not_owed_any_more_is_not_started(place: Workplace) -> None:

@@ -6,6 +6,7 @@ block_pool   which block belongs to whom; prefix reuse
 cached_blocks  which cached block goes first
 reuse        what a sequence need not compute
 arrivals     blocks on their way from the host tier into the pool
+line         who stands where among those that wait
 scheduler    who computes what in the next step
 batch        a step's chunks on a runner
 engine       the step

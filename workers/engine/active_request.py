@@ -21,7 +21,7 @@ class ActiveRequest:
     def __init__(
         self,
         request: EngineRequest,
-        arrival: int,
+        place: int,
         info: EngineInfo,
         vocabulary: Vocabulary,
         grammars: Grammars,
@@ -29,7 +29,11 @@ class ActiveRequest:
         self.key = request.key
         self.request = request
         self.group = Group(
-            key=request.key, arrival=arrival, sampling=request.sampling, salt=request.salt
+            key=request.key,
+            place=place,
+            sampling=request.sampling,
+            salt=request.salt,
+            overtakes=request.overtakes,
         )
         self._block_size = info.block_size
         self.choices = [

@@ -43,6 +43,9 @@ class EngineRequest:
     choices: prompt and tokens for one choice, the prompt for several.
     ``imported_blocks``: blocks got from ``reserve`` and filled from outside; they hold the KV of
     the first ``num_imported_tokens`` tokens of prompt and tokens.
+
+    ``overtakes``: it stands before others in line (``workers/engine/line.py``), and the step that
+    computes the rest of its prompt takes no prompt behind it along, which would make it longer.
     """
 
     key: str
@@ -54,6 +57,7 @@ class EngineRequest:
     hold_after_first: bool = False
     imported_blocks: tuple[int, ...] = ()
     num_imported_tokens: int = 0
+    overtakes: bool = False
 
 
 class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):

@@ -30,6 +30,7 @@ from workers.engine.batch import allowed_ids, execute, prefilled
 from workers.engine.block_pool import BlockPool
 from workers.engine.books import block_states, check_books
 from workers.engine.grammar import Grammars
+from workers.engine.line import place_in_line
 from workers.engine.output import Vocabulary
 from workers.engine.scheduler import Chunk, EngineConfig, Scheduler
 from workers.engine.sequence import Sequence, num_blocks_for
@@ -116,9 +117,8 @@ class Engine:
         if request.imported_blocks != self._reservations.get(request.key, ()):
             raise ValueError(f"{request.key} imports other blocks than it reserved")
         check_request(request, self.info)
-        active = ActiveRequest(
-            request, self._num_arrived, self.info, self._vocabulary, self.grammars
-        )
+        place = place_in_line(self._num_arrived, overtakes=request.overtakes)
+        active = ActiveRequest(request, place, self.info, self._vocabulary, self.grammars)
         if active.num_blocks_needed > self.blocks.num_blocks:
             raise NoCapacity(
                 f"needs {active.num_blocks_needed} blocks, the pool has {self.blocks.num_blocks}"

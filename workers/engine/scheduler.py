@@ -3,11 +3,13 @@
 A step takes every decoding sequence first, one token each, then chunks of what is left to compute,
 oldest first, up to a budget of tokens. Sequences join and leave between any two steps.
 
-Nobody starves. Waiting sequences start in the order of arrival, and none overtakes. When the pool
-is out, the youngest owner of blocks gives its up (its tokens stay, their KV is computed again
-later, from the prefix cache where that still has it) and waits in its old place in line; so the
-oldest always gets on, and the pool is large enough for it, since ``Engine.add`` refused it
-otherwise.
+Nobody starves. "Old" is who stands far in front in line (``workers/engine/line.py``): who came
+first, but for requests that were sent to overtake a few. Waiting sequences start in that order; one
+that overtakes goes before a prompt of another that is half computed, too, where there is room for
+both, and a step that ends its prompt takes no prompt behind it along. When the pool is out, the
+youngest owner of blocks gives its up (its tokens stay, their KV is computed again later, from the
+prefix cache where that still has it) and waits in its old place in line; so the oldest always gets
+on, and the pool is large enough for it, since ``Engine.add`` refused it otherwise.
 
 What the host tier has of a sequence is brought into the pool before it starts, and for those next
 in line before their turn; the head waits for that as it waits for room, and others run meanwhile.
@@ -72,9 +74,12 @@ class _Plan:
     chunks: dict[Sequence, Chunk] = field(default_factory=dict)
 
     def add(self, sequence: Sequence, count: int, copy: tuple[int, int] | None = None) -> None:
-        samples = count == sequence.num_uncomputed_tokens and sequence.index != ROOT
+        """Have ``count`` positions computed; the end of a prompt that overtakes closes the step."""
+        is_last = count == sequence.num_uncomputed_tokens
+        closes = is_last and sequence.group.overtakes and not sequence.is_decoding
+        samples = is_last and sequence.index != ROOT
         self.chunks[sequence] = Chunk(sequence, count, samples, copy)
-        self.budget -= count
+        self.budget = 0 if closes else self.budget - count
 
     def add_token(self, sequence: Sequence) -> None:
         """What :meth:`add` does for one that decodes, which most do in most steps."""
@@ -171,6 +176,7 @@ class Scheduler:
             elif sequence.block_table:
                 self._extend(sequence, 1, plan)
         for sequence in others:
+            self._admit_in_order(plan, before=sequence)
             if sequence.block_table and plan.budget:
                 count = min(sequence.num_uncomputed_tokens, plan.budget)
                 self._extend(sequence, count, plan)
@@ -204,9 +210,17 @@ class Scheduler:
 
     # ---- starting ------------------------------------------------------------------------
 
-    def _admit_in_order(self, plan: _Plan) -> None:
+    def _admit_in_order(self, plan: _Plan, before: Sequence | None = None) -> None:
+        """Start who waits; with ``before`` those who are older than that one, as far as all who run
+        keep the room that they still need."""
         while self.waiting and plan.budget and len(self.running) < self.config.max_num_sequences:
-            if not self._admit(self.waiting[0], plan):
+            head = self.waiting[0]
+            if before is not None:
+                if head.age > before.age:
+                    return
+                if self._num_missing(head) > self.pool.num_available - self.num_promised():
+                    return
+            if not self._admit(head, plan):
                 return
 
     def _admit_by_force(self, head: Sequence, plan: _Plan) -> None:

@@ -29,9 +29,10 @@ class Group:
     """What the sequences of one request have in common, as far as scheduling goes."""
 
     key: str
-    arrival: int  # requests are served in this order
+    place: int  # in line: requests are served in this order
     sampling: SamplingParams
     salt: bytes
+    overtakes: bool = False  # no prompt behind it makes the step longer that ends its own
     keeps_root: bool = False  # the root is what will be held, so it is not merely a short cut
     is_held: bool = False  # blocks stay until release
     root: Sequence | None = None
@@ -80,7 +81,7 @@ class Sequence:
     @property
     def age(self) -> tuple[int, int]:
         """Its place in line: smaller is older."""
-        return (self.group.arrival, self.index)
+        return (self.group.place, self.index)
 
     @property
     def num_uncomputed_tokens(self) -> int:

@@ -22,6 +22,7 @@ def _jobs(max_size: int) -> st.SearchStrategy[list[Job]]:
         hash_ids=st.lists(st.integers(0, 2), max_size=4).map(tuple),
         num_prompt=st.integers(1, 70),
         num_output=st.integers(1, 40),
+        overtakes=st.booleans(),
     )
     jobs = st.lists(job, min_size=1, max_size=max_size)
     return jobs.map(lambda some: sorted(some, key=lambda one: one.due_s))
@@ -37,6 +38,7 @@ def _some_jobs(seed: int, number: int, *, pieces: int) -> list[Job]:
             else (),
             num_prompt=rng.randint(1, 70),
             num_output=rng.randint(1, 40),
+            overtakes=rng.random() < 0.2,
         )
         for _ in range(number)
     ]

@@ -20,6 +20,7 @@ from schemas.requests import SamplingParams
 from tests.workers.engine.simulated_engines import BLOCK_SIZE, answer_ids, vocabulary
 from workers.engine.api import EngineInfo, EngineRequest, Sampled, ScheduledSequence
 from workers.engine.engine import Engine, EngineConfig
+from workers.engine.line import place_in_line
 from workers.engine.simulated import ENTRY_BYTES, SimulatedRunner, batch_ms
 
 BLOCKS_PER_PIECE = 4
@@ -44,6 +45,7 @@ class Job:
     hash_ids: tuple[int, ...]
     num_prompt: int
     num_output: int
+    overtakes: bool = False
 
 
 class _TimedRunner(SimulatedRunner):
@@ -111,6 +113,7 @@ def _request(number: int, job: Job) -> EngineRequest:
             min_tokens=job.num_output,
             ignore_eos=True,
         ),
+        overtakes=job.overtakes,
     )
 
 
@@ -158,7 +161,8 @@ def _sequence(number: int, job: Job) -> Sequence:
     )
     return Sequence(
         key=str(number),
-        age=number,
+        age=place_in_line(number, overtakes=job.overtakes),
+        overtakes=job.overtakes,
         pieces=piece_names(entry, number, -(-job.num_prompt // PIECE), b"salt"),
         num_prompt=job.num_prompt,
         num_output=job.num_output,

@@ -133,6 +133,7 @@ class EngineMachine(RuleBasedStateMachine):
                 tokens=expected.tokens if is_taken_over else (),
                 finished=expected.finished if knows_ends else (),
                 hold_after_first=hold,
+                overtakes=data.draw(st.booleans(), label="overtakes"),
             ),
         )
 

@@ -6,6 +6,7 @@ from schemas.errors import ConfigError
 from schemas.requests import SamplingParams
 from tests.workers.engine.test_block_pool import CountedSlots
 from workers.engine.block_pool import BlockPool
+from workers.engine.line import HEAD_START, place_in_line
 from workers.engine.scheduler import Chunk, EngineConfig, Scheduler
 from workers.engine.sequence import ROOT, Group, Sequence
 
@@ -21,10 +22,18 @@ class Bench:
         self.scheduler = Scheduler(self.pool, config)
         self.num_arrived = 0
 
-    def add(self, num_tokens: int, first_id: int | None = None) -> Sequence:
+    def add(
+        self, num_tokens: int, first_id: int | None = None, *, overtakes: bool = False
+    ) -> Sequence:
         number = self.num_arrived
         self.num_arrived += 1
-        group = Group(key=str(number), arrival=number, sampling=SamplingParams(), salt=b"")
+        group = Group(
+            key=str(number),
+            place=place_in_line(number, overtakes=overtakes),
+            sampling=SamplingParams(),
+            salt=b"",
+            overtakes=overtakes,
+        )
         first = 100 * number if first_id is None else first_id
         ids = list(range(first, first + num_tokens))
         sequence = Sequence(group=group, index=0, token_ids=ids, num_prompt_tokens=num_tokens)
@@ -72,6 +81,55 @@ def test_nobody_overtakes_the_head_of_the_line() -> None:
     assert len(bench.scheduler.waiting) == 2
     bench.scheduler.remove(running)
     assert bench.step() == {"1": 14, "2": 1}
+
+
+def test_who_overtakes_goes_before_prompts_of_others_and_ends_its_step() -> None:
+    """It starts before who waits and before a prompt that is half computed, and the step that ends
+    its prompt takes nobody behind it along."""
+    bench = Bench(32, max_batch_tokens=8)
+    bench.add(20)
+    assert bench.step() == {"0": 8}
+    bench.add(5)
+    bench.add(10, overtakes=True)
+    assert bench.step() == {"2": 8}
+    assert bench.step() == {"2": 2}
+    assert list(bench.step().items()) == [("2", 1), ("0", 7)]
+    assert list(bench.step().items()) == [("2", 1), ("0", 5), ("1", 2)]
+
+
+def test_of_those_that_overtake_who_came_first_goes_first() -> None:
+    """They take turns as all others do, so none of them makes another one later."""
+    bench = Bench(32, max_batch_tokens=8)
+    bench.add(5)
+    bench.add(5, overtakes=True)
+    bench.add(5, overtakes=True)
+    assert [bench.step() for _ in range(2)] == [{"1": 5}, {"1": 1, "2": 5}]
+
+
+def test_who_overtakes_leaves_a_prompt_the_room_that_it_was_promised() -> None:
+    """Where there is not room for both it waits: what is half computed is not computed again."""
+    bench = Bench(6, max_batch_tokens=8)
+    bench.add(20)
+    bench.step()
+    bench.add(8, overtakes=True)
+    assert [bench.step() for _ in range(2)] == [{"0": 8}, {"0": 4}]
+    assert bench.scheduler.num_preemptions == 0
+
+
+def test_a_request_is_overtaken_by_few() -> None:
+    """Places never meet; who overtakes stands before the last ones that came, and before no more:
+    everybody else goes in the order in which they came."""
+    places = {
+        (number, overtakes): place_in_line(number, overtakes=overtakes)
+        for number in range(2 * HEAD_START)
+        for overtakes in (False, True)
+    }
+    assert len(set(places.values())) == len(places)
+    for number in range(2 * HEAD_START):
+        before = [
+            other for other in range(2 * HEAD_START) if places[other, True] < places[number, False]
+        ]
+        assert before == list(range(min(2 * HEAD_START, number + HEAD_START + 1)))
 
 
 def test_the_number_of_sequences_is_bounded() -> None:
