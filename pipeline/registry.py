@@ -30,6 +30,7 @@ class Registry:
         self._cards: dict[str, ModelCard] = {}
         self._num_changes = 0
         self._stale = asyncio.Event()
+        self._has_any = asyncio.Event()
 
     async def start(self) -> None:
         """Subscribe, then read what is there.
@@ -51,6 +52,10 @@ class Registry:
                 await asyncio.sleep(_RETRY_S)  # the next reconnect sets the event as well
                 continue
             self._stale.clear()
+
+    async def until_any(self) -> None:
+        """Wait until some model is known."""
+        await self._has_any.wait()
 
     async def register(self, card: ModelCard) -> None:
         """Write ``card``; the newest revision of a name is the one that is served."""
@@ -102,3 +107,4 @@ class Registry:
         except SchemaError:
             return  # a delete marker, or a card of a newer version
         self._cards[card.name] = card
+        self._has_any.set()

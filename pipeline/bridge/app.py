@@ -23,6 +23,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 from infra.bus import Msg
 from infra.config import BridgeConfig
+from infra.health import Health
 from infra.http_protocol import HttpBounds
 from infra.http_server import LISTEN_FD, http_server
 from infra.log import Logger
@@ -72,6 +73,8 @@ def http_bounds_of(config: BridgeConfig) -> HttpBounds:
 async def serve_bridge(ctx: RoleContext, config: BridgeConfig) -> None:
     """Serve until ``ctx.draining``: then nothing new, and what runs has ``grace_s`` to end.
 
+    Ready once it listens and knows a model: before that every request would get 404.
+
     Raises:
         ConfigError: the port, the certificate or the API keys can't be used.
     """
@@ -83,6 +86,7 @@ async def serve_bridge(ctx: RoleContext, config: BridgeConfig) -> None:
     ):
         registry = Registry(ctx.bus)
         await registry.start()
+        ctx.health.set("models", False, "no control process has registered one yet")
         async with MeshClient(
             ctx.bus, user=ctx.kind, name=ctx.process, max_waiting=config.max_waiting_deltas
         ) as client:
@@ -102,6 +106,7 @@ async def serve_bridge(ctx: RoleContext, config: BridgeConfig) -> None:
             bridge = Bridge(ctx.process, ctx.health, services, is_shared=LISTEN_FD in os.environ)
             async with task_scope() as tasks:
                 tasks.create_task(registry.run(), name="registry")
+                tasks.create_task(_tell_of_models(registry, ctx.health), name="first model")
                 tasks.create_task(windows.run(), name="resume windows")
                 tasks.create_task(door.run(ctx.times.beat_s), name="API keys")
                 await _serve_http(ctx, config, bridge, bound, tls)
@@ -124,6 +129,11 @@ async def _serve_http(
         await ctx.draining.wait()
         bridge.drain()
         tasks.create_task(_cut_later(bridge, _CUT_SHARE * config.grace_s), name="cut")
+
+
+async def _tell_of_models(registry: Registry, health: Health) -> None:
+    await registry.until_any()
+    health.set("models", True)
 
 
 async def open_windows(ctx: RoleContext, client: MeshClient, config: BridgeConfig) -> Windows:

@@ -99,15 +99,15 @@ class Role:
     serving: asyncio.Task[None]
 
 
-Running = Callable[[], AbstractAsyncContextManager[Role]]
+Running = Callable[..., AbstractAsyncContextManager[Role]]
 
 
 @pytest_asyncio.fixture
 async def running(
     bus: Bus, connect: Connect, broker: EmbeddedBroker, times: Times, tmp_path: Path, until: Until
 ) -> Running:
-    """``async with running() as role``: a bridge that is ready; it has drained afterwards."""
-    await Registry(bus).register(CARD)
+    """``async with running() as role``: a bridge that is ready; it has drained afterwards.
+    ``running(has_models=False)``: one that listens."""
     mesh = StandIn(bus)
     await bus.subscribe("mesh.v1.admission.>", mesh.hear)
     settings = BusConfig(nats_url=broker.url("bridge"), data=tmp_path)
@@ -124,11 +124,13 @@ async def running(
     )
 
     @contextlib.asynccontextmanager
-    async def run() -> AsyncIterator[Role]:
+    async def run(*, has_models: bool = True) -> AsyncIterator[Role]:
+        if has_models:
+            await Registry(bus).register(CARD)
         async with asyncio.TaskGroup() as tasks:
             answering = tasks.create_task(mesh.run())
             serving = tasks.create_task(serve_bridge(ctx, config))
-            await until(lambda: ctx.health.is_ready)
+            await until(lambda: ctx.health.is_ready if has_models else log.getvalue())
             port = json.loads(log.getvalue().splitlines()[0])["port"]
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=10) as http:
                 yield Role(ctx, http, mesh, serving)
@@ -162,6 +164,19 @@ async def test_models_and_readiness_are_the_meshs(running: Running) -> None:
         assert (await role.http.post(CHAT, json=chat(model="x"))).status_code == 404
         assert (await role.http.get("/ready")).status_code == 200
         assert role.mesh.seen == []
+
+
+async def test_ready_means_that_there_is_a_model(running: Running, bus: Bus, until: Until) -> None:
+    """A bridge that listens before the first control process has registered says so; once it is
+    ready, a request is taken."""
+    async with running(has_models=False) as role:
+        early = await role.http.get("/ready")
+        assert early.status_code == 503
+        assert "models" in early.json()["failing"]
+        await Registry(bus).register(CARD)
+        await until(lambda: role.ctx.health.is_ready)
+        assert (await role.http.get("/ready")).status_code == 200
+        assert (await role.http.post(CHAT, json=chat())).status_code == 200
 
 
 async def test_a_client_that_leaves_ends_the_request_on_its_chain(
