@@ -28,6 +28,7 @@ from pipeline.forecast import Forecast
 from pipeline.openings import AHEAD_MS, MIXED_AHEAD_MS
 from pipeline.placement import Placement, PrefillPlace
 from pipeline.prefix_hash import ID_BYTES
+from pipeline.prefix_walk import Found
 from pipeline.prefixes import Prefixes
 from pipeline.verdict import Admit, Ask, Clamp, Fallback, Refuse, Verdict, Wait
 from pipeline.waiting_room import WaitingRoom
@@ -116,6 +117,7 @@ class Doorkeeper:
         """
         now_s, sampling = self._clock(), record.sampling
         num_prompt = len(record.prompt_ids) // ID_BYTES
+        found = None if self._prefixes is None else self._prefixes.find(record)
         return Ask(
             request_id=record.request_id,
             served=record.served,
@@ -123,7 +125,8 @@ class Doorkeeper:
             max_tokens=(sampling.max_tokens or 0) * sampling.n,
             now_s=now_s,
             since_s=now_s - age_s,
-            num_cached=self._num_cached(record, num_prompt),
+            num_cached=self._num_cached(record, num_prompt, found),
+            found=found,
             num_choices=sampling.n,
             min_tokens=sampling.min_tokens * sampling.n,
             tenant=record.tenant,
@@ -161,12 +164,16 @@ class Doorkeeper:
         if not self.room.enter(ticket, self._clock()):
             return None
         self._meter.went(ticket)
-        return self.place(record, ask)
+        return self._place(record, ask, ask.found)
 
     def place(self, record: RequestRecord, ask: Ask) -> PrefillPlace:
-        """Where a request goes that has had its turn."""
+        """Where a request goes that has had its turn. What is held of its prompt is looked up anew:
+        it may have waited for long."""
+        return self._place(record, ask, None)
+
+    def _place(self, record: RequestRecord, ask: Ask, found: Found | None) -> PrefillPlace:
         hurries = self.room.hurries(ask.served, ask.tenant)
-        place = self._placement.place_prefill(record, hurries=hurries)
+        place = self._placement.place_prefill(record, hurries=hurries, found=found)
         if place.worker != subjects.ANY:
             self._budget.place(ask.request_id)
             self.room.openings.sent(ask.request_id, ask.served, place.worker)
@@ -230,14 +237,16 @@ class Doorkeeper:
         """All that wait here."""
         return (waiter.record for waiter in self._waiters.values())
 
-    def _num_cached(self, record: RequestRecord, num_prompt: int) -> dict[str, int]:
+    def _num_cached(
+        self, record: RequestRecord, num_prompt: int, found: Found | None
+    ) -> dict[str, int]:
         """By worker, how many tokens of the prompt it need not compute: the last it always does."""
-        if self._prefixes is None or not (matches := self._prefixes.find(record)):
+        if not found:
             return {}
         layouts = self._fleet.layouts(record.served)
         return {
             worker: min(match.num_blocks * layouts[worker][1], num_prompt - 1)
-            for worker, match in matches.items()
+            for worker, match in found.items()
         }
 
     # Whose turn it is ------------------------------------------------------------------------

@@ -9,8 +9,11 @@ before it and on its tokens, so these two are the key:
 
 A piece is remembered when more is asked for behind it. An index asks only behind what somebody
 holds, so prompts that nobody knows leave nothing here. Of the piece where it stops asking, what was
-hashed is kept for the next few prompts only: a request looks its own prompt up twice, when it is
-judged and when it is placed, and hardly another one goes on in the same way.
+hashed is kept for the next few prompts only: a request may look its own prompt up more than once,
+and hardly another one goes on in the same way.
+
+``_SPAN_PIECES`` pieces in a row are remembered as one as well, a span: long prompts that come again
+are recognised in a few steps.
 """
 
 from __future__ import annotations
@@ -24,74 +27,113 @@ import xxhash
 from pipeline.prefix_hash import ID_BYTES, iter_prefix_hashes
 
 PIECE_BLOCKS = 64
+_SPAN_PIECES = 8
 _STEP = 16  # blocks of an unknown piece that are hashed at once: it may be the last asked for
-_MAX_PIECES = 2048  # of 16-token blocks: 2 million tokens, 15 MB
+_MAX_PIECES = 2048  # of 16-token blocks: 2 million tokens, 15 MB, and 15 MB more as spans
 _MAX_TAILS = 128  # requests between their two looks
 
 _Key = tuple[bytes, int, bytes]  # the hash before it, the block size, its tokens
+_Hashes = tuple[bytes, ...]
 
 
 class HashMemo:
     """The hashes of pieces that were asked for last.
 
     Args:
-        max_pieces: how many are kept; each costs about 7 KB with 16-token blocks.
+        max_pieces: how many are kept; each costs about 7 KB with 16-token blocks. Spans are kept of
+            as many pieces again; where those are forgotten meanwhile, they cost the same.
     """
 
     def __init__(self, max_pieces: int = _MAX_PIECES) -> None:
-        self._max_pieces = max_pieces
         self._seed = secrets.randbits(64)  # so that nobody can make two pieces look alike
-        self._pieces: dict[_Key, tuple[bytes, ...]] = {}  # oldest first
-        self._tails: dict[_Key, tuple[bytes, ...]] = {}  # of those that are not whole; oldest first
+        self._pieces = _Lately(max_pieces)
+        self._spans = _Lately(max(1, max_pieces // _SPAN_PIECES))
+        self._tails = _Lately(_MAX_TAILS)  # of pieces that are not whole
 
     def __len__(self) -> int:
         return len(self._pieces)
 
     def runs(self, packed_ids: bytes, block_size: int, salt: bytes) -> Iterator[Sequence[bytes]]:
         """The hashes of :func:`iter_prefix_hashes` in runs, each made when it is asked for: the
-        first one alone, then remembered pieces, or a few of what is not remembered.
+        first one alone, then remembered spans and pieces, or a few of what is not remembered.
 
-        Cost: 0.9 µs per block that has to be hashed, 0.01 µs per block that is remembered.
+        Cost: 0.9 µs per block that has to be hashed, 0.01 µs per block that is remembered, a
+        third of that in spans.
         """
         size = PIECE_BLOCKS * block_size * ID_BYTES
         parent, view = salt, memoryview(packed_ids)
-        for start in range(0, len(packed_ids), size):
-            piece = view[start : start + size]
-            key = (parent, block_size, xxhash.xxh3_128_digest(piece, self._seed))
-            known = self._recall(key)
+        for start in range(0, len(packed_ids), size * _SPAN_PIECES):
+            span = view[start : start + size * _SPAN_PIECES]
+            if len(span) < size * _SPAN_PIECES:
+                yield from self._piecewise(span, block_size, parent, is_first=not start)
+                return  # the prompt ends here
+            key = self._key(parent, block_size, span)
+            known = self._spans.recall(key)
             if known:
                 yield known
-            if len(known) < PIECE_BLOCKS:
-                rest = bytes(piece[len(known) * block_size * ID_BYTES :])
-                hashes = iter(iter_prefix_hashes(rest, block_size, known[-1] if known else parent))
-                take = _STEP if start or known else 1
-                while run := tuple(islice(hashes, take)):
-                    if start or known:
-                        self._keep_tail(key, known + run)
-                    known += run
+            else:
+                hashes: list[bytes] = []
+                for run in self._piecewise(span, block_size, parent, is_first=not start):
+                    hashes += run
                     yield run
-                    take = _STEP
-                if len(known) < PIECE_BLOCKS:
-                    return  # the prompt ends here
-                self._remember(key, known)
+                known = tuple(hashes)
+                self._spans.keep(key, known)
             parent = known[-1]
 
-    def _recall(self, key: _Key) -> tuple[bytes, ...]:
-        """What is known of a piece, from its first block on."""
-        known = self._pieces.pop(key, None)
-        if known is None:
-            return self._tails.get(key, ())
-        self._pieces[key] = known  # last used, last to go
-        return known
+    def _piecewise(
+        self, span: memoryview, block_size: int, parent: bytes, *, is_first: bool
+    ) -> Iterator[Sequence[bytes]]:
+        size = PIECE_BLOCKS * block_size * ID_BYTES
+        for start in range(0, len(span), size):
+            piece = span[start : start + size]
+            for run in self._piece(piece, block_size, parent, is_first=is_first and not start):
+                yield run
+                parent = run[-1]
 
-    def _remember(self, key: _Key, hashes: tuple[bytes, ...]) -> None:
-        self._tails.pop(key, None)
-        if len(self._pieces) >= self._max_pieces:
-            del self._pieces[next(iter(self._pieces))]
-        self._pieces[key] = hashes
+    def _piece(
+        self, piece: memoryview, block_size: int, parent: bytes, *, is_first: bool
+    ) -> Iterator[Sequence[bytes]]:
+        """The runs of one piece. What is asked for is remembered."""
+        key = self._key(parent, block_size, piece)
+        known = self._pieces.recall(key) or self._tails.get(key, ())
+        if known:
+            yield known
+        if len(known) == PIECE_BLOCKS:
+            return
+        rest = bytes(piece[len(known) * block_size * ID_BYTES :])
+        hashes = iter(iter_prefix_hashes(rest, block_size, known[-1] if known else parent))
+        take = 1 if is_first and not known else _STEP
+        while run := tuple(islice(hashes, take)):
+            if known or not is_first:
+                self._tails.keep(key, known + run)
+            known += run
+            yield run
+            take = _STEP
+        if len(known) == PIECE_BLOCKS:
+            self._tails.pop(key, None)
+            self._pieces.keep(key, known)
 
-    def _keep_tail(self, key: _Key, hashes: tuple[bytes, ...]) -> None:
-        self._tails.pop(key, None)
-        if len(self._tails) >= _MAX_TAILS:
-            del self._tails[next(iter(self._tails))]
-        self._tails[key] = hashes
+    def _key(self, parent: bytes, block_size: int, tokens: memoryview) -> _Key:
+        return parent, block_size, xxhash.xxh3_128_digest(tokens, self._seed)
+
+
+class _Lately(dict[_Key, _Hashes]):
+    """What was kept or recalled last, so much of it; oldest first."""
+
+    def __init__(self, max_num: int) -> None:
+        super().__init__()
+        self._max_num = max_num
+
+    def recall(self, key: _Key) -> _Hashes:
+        """What is kept under ``key``, from now on the latest; nothing, when there is nothing."""
+        hashes = self.pop(key, ())
+        if hashes:
+            self[key] = hashes
+        return hashes
+
+    def keep(self, key: _Key, hashes: _Hashes) -> None:
+        """Instead of what was there, or of the oldest."""
+        self.pop(key, None)
+        if len(self) >= self._max_num:
+            del self[next(iter(self))]
+        self[key] = hashes

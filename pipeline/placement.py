@@ -15,15 +15,16 @@ Pure but for the fleet, the index and the outlook that it reads: time and chance
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from typing import Literal, Protocol
+
+import msgspec
 
 from pipeline.fleet import Fleet
 from pipeline.lenders import kv_sources
 from pipeline.outlook import Outlook
 from pipeline.prefix_hash import ID_BYTES
-from pipeline.prefix_walk import Match
+from pipeline.prefix_walk import NOBODY, Found
 from pipeline.prefixes import Prefixes
 from pipeline.route_policies import RoutePolicy, make_policy
 from pipeline.route_settings import RouteSettings
@@ -40,8 +41,7 @@ _UNKNOWN_ANSWER = 256  # tokens of an answer whose record is too large to come a
 Reason = Literal["any", "prefix", "load", "suffix"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillPlace:
+class PrefillPlace(msgspec.Struct, frozen=True, kw_only=True):
     """Where a task goes, and whom a prefill asks for what that worker does not hold itself.
 
     The times are predictions, 0 where costs are not known or nobody is named; for a decode
@@ -56,8 +56,7 @@ class PrefillPlace:
     num_cached: int = 0  # tokens of the prompt that the worker holds, as far as is known
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """What was placed where, and why; for logs and metrics."""
 
     request_id: str
@@ -68,12 +67,15 @@ class Decision:
 class Placement(Protocol):
     """Chooses workers."""
 
-    def place_prefill(self, record: RequestRecord, *, hurries: bool = False) -> PrefillPlace:
+    def place_prefill(
+        self, record: RequestRecord, *, hurries: bool = False, found: Found | None = None
+    ) -> PrefillPlace:
         """Where ``record`` is computed.
 
         Args:
             hurries: nobody is behind it for whom work would be saved by finding its prefix, so
                 that it goes where it is done first.
+            found: what is held of its prompt, where that was looked up a moment ago.
         """
 
     def decode_worker(self, served: str, ready: KvReady) -> str:
@@ -162,20 +164,23 @@ class PolicyPlacement:
 
     # Prefill ---------------------------------------------------------------------------------
 
-    def place_prefill(self, record: RequestRecord, *, hurries: bool = False) -> PrefillPlace:
+    def place_prefill(
+        self, record: RequestRecord, *, hurries: bool = False, found: Found | None = None
+    ) -> PrefillPlace:
         """See :class:`Placement`."""
         now_s = self._clock()
-        matches = self._find(record)
+        if found is None or self._prefixes is None:
+            found = self._find(record)
         num_prompt = len(record.prompt_ids) // ID_BYTES
         pool = self._pool(record.served, "prefill", now_s)
         place = None
         if len(pool.table.rows_of("prefill")) > 1 or len(pool.table.rows_of(SUFFIX)):
-            weighed = pool.weigh_prefill(num_prompt, matches)
+            weighed = pool.weigh_prefill(num_prompt, found)
             if hurries:
-                weighed = replace(weighed, candidates=replace(weighed.candidates, backlog=0.0))
-            place = self._stay(record, weighed, matches, now_s) or self._choose(weighed, matches)
+                weighed.candidates.backlog = 0.0
+            place = self._stay(record, weighed, found, now_s) or self._choose(weighed, found)
         if place is None:
-            return self._to_any(record, pool, matches)
+            return self._to_any(record, pool, found)
         beat = self._fleet.worker(place.worker)
         if beat is None:  # given up a moment ago
             self._outlook.drop(place.worker)
@@ -190,32 +195,30 @@ class PolicyPlacement:
             num_tokens=num_prompt,
         )
         self._tell(placed, now_s)
-        if sources := kv_sources(self._fleet, [beat], matches):
-            place = replace(place, sources=sources)
+        if sources := kv_sources(self._fleet, [beat], found):
+            place = msgspec.structs.replace(place, sources=sources)
         return self._decide(record.request_id, "prefill", place)
 
-    def _to_any(
-        self, record: RequestRecord, pool: Pool, matches: Mapping[str, Match]
-    ) -> PrefillPlace:
+    def _to_any(self, record: RequestRecord, pool: Pool, found: Found) -> PrefillPlace:
         rows = pool.table.rows_of("prefill").tolist()
-        sources = kv_sources(self._fleet, [pool.table.beats[row] for row in rows], matches)
+        sources = kv_sources(self._fleet, [pool.table.beats[row] for row in rows], found)
         place = PrefillPlace(worker=ANY, sources=sources)
         return self._decide(record.request_id, "prefill", place)
 
-    def _choose(self, weighed: Weighed, matches: Mapping[str, Match]) -> PrefillPlace | None:
+    def _choose(self, weighed: Weighed, found: Found) -> PrefillPlace | None:
         """None: nothing to choose, the queue reaches whoever comes."""
         if not len(weighed) or len(weighed.table.rows_of("prefill")) < 2:
             return None
         at = self._policy.prefill(weighed, self._rng)
-        return _place_at(weighed, at, "prefix" if weighed.worker(at) in matches else "load")
+        return _place_at(weighed, at, "prefix" if weighed.worker(at) in found else "load")
 
     def _stay(
-        self, record: RequestRecord, weighed: Weighed, matches: Mapping[str, Match], now_s: float
+        self, record: RequestRecord, weighed: Weighed, found: Found, now_s: float
     ) -> PrefillPlace | None:
         pool = self._pool(record.served, SUFFIX, now_s)
         num_prompt = len(record.prompt_ids) // ID_BYTES
-        found = stay_place(pool, self._suffix, num_prompt, matches, weighed)
-        return None if found is None else _place_at(*found, "suffix")
+        stays = stay_place(pool, self._suffix, num_prompt, found, weighed)
+        return None if stays is None else _place_at(*stays, "suffix")
 
     # Decode ----------------------------------------------------------------------------------
 
@@ -228,13 +231,13 @@ class PolicyPlacement:
         layouts = pool.table.column("layout")[everyone]
         num_readers = int((layouts == pool.table.layout_of(handle.fingerprint)).sum())
         is_mixed = 0 < num_readers < len(everyone)  # ``any`` may be one that can't read it
-        matches = self._find(record) if record is not None and num_readers > 1 else {}
+        found = self._find(record) if record is not None and num_readers > 1 else NOBODY
         weighed = pool.weigh_decode(
             handle.fingerprint,
             ready.worker,
             handle.num_tokens,
             self._answer_tokens(served, record),
-            matches,
+            found,
             must_have_room=not is_mixed,
         )
         if not len(weighed) or (num_readers < 2 and not is_mixed):
@@ -254,7 +257,7 @@ class PolicyPlacement:
             there_ms=float(weighed.candidates.transfer[at]) * weighed.unit_ms,
         )
         self._tell(placed, now_s)
-        place = _place_at(weighed, at, "prefix" if worker in matches else "load")
+        place = _place_at(weighed, at, "prefix" if worker in found else "load")
         return self._decide(ready.request_id, "decode", place).worker
 
     def _answer_tokens(self, served: str, record: RequestRecord | None) -> float:
@@ -269,8 +272,8 @@ class PolicyPlacement:
     def _pool(self, served: str, role: str, now_s: float) -> Pool:
         return Pool(self._outlook, self._distances, served, role, now_s)
 
-    def _find(self, record: RequestRecord) -> Mapping[str, Match]:
-        return {} if self._prefixes is None else self._prefixes.find(record)
+    def _find(self, record: RequestRecord) -> Found:
+        return NOBODY if self._prefixes is None else self._prefixes.find(record)
 
     def _tell(self, placed: Placed, now_s: float) -> None:
         self._outlook.hear_placed(placed, now_s)

@@ -1,19 +1,22 @@
 """The workers of one served model as columns, so that all of them are weighed at once.
 
-One row per live worker, in no order; a worker that leaves hands its row to the last one. Rows are
-written when something is heard of a worker, and read once per decision: a decision among 256
-workers is a few array operations instead of thousands of attribute reads.
+One row per live worker: first those that prefill, then by roles, then by worker id. So those of
+one role are mostly a slice of the table, which is weighed where it lies. Rows are written when
+something is heard of a worker, and read once per decision: a decision among 256 workers is a few
+array operations instead of thousands of attribute reads.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeline.cost_model import FREE
+from pipeline.prefix_walk import Roll
 from schemas.control import Beat
 
 Floats = npt.NDArray[np.float64]
@@ -54,7 +57,7 @@ ROLES: Final = ("prefill", "decode", "suffix")
 
 
 class Columns:
-    """Some workers' figures: a copy, [num_columns, num_rows]."""
+    """Some workers' figures, [num_columns, num_rows]: copied, or the table's own as they are."""
 
     __slots__ = ("_data",)
 
@@ -69,36 +72,41 @@ class Columns:
 
     def wait_ms(self, now_s: float) -> Floats:
         """How long a prompt would wait that came now."""
-        passed_ms = 1000 * np.maximum(0.0, now_s - self["wait_s"])
-        return np.asarray(np.maximum(0.0, self["wait_ms"] - passed_ms))
+        passed_ms = now_s - self["wait_s"]
+        np.maximum(0.0, passed_ms, out=passed_ms)
+        passed_ms *= 1000
+        left_ms = self["wait_ms"] - passed_ms
+        return np.maximum(0.0, left_ms, out=left_ms)
 
     def link_ms(self, now_s: float) -> Floats:
         """How long the way to each is taken by the KV of those placed before."""
-        return np.asarray(1000 * np.maximum(0.0, self["link_s"] - now_s))
+        left_ms = np.maximum(0.0, self["link_s"] - now_s)
+        left_ms *= 1000
+        return left_ms
 
     def recent(self, now_s: float) -> Floats:
         """The work that was placed there lately, fading over ``RECENT_S``."""
-        age_s = np.maximum(0.0, now_s - self["recent_s"])
-        return np.asarray(self["recent_ms"] * np.exp(-age_s / RECENT_S))
+        age_s = self["recent_s"] - now_s  # the other way round
+        np.minimum(0.0, age_s, out=age_s)
+        age_s /= RECENT_S
+        np.exp(age_s, age_s)
+        age_s *= self["recent_ms"]
+        return age_s
 
     def compute_ms(self, num_prompt: int, cached: Floats | float) -> Floats:
         """The prefill of a prompt of which ``cached`` tokens are there, by each one's costs."""
-        squares = num_prompt * num_prompt - cached * cached
-        return np.asarray(
-            self["prefill_base_ms"]
-            + self["prefill_token_ms"] * (num_prompt - cached)
-            + self["prefill_square_ms"] * squares
-        )
+        total_ms = self["prefill_token_ms"] * (num_prompt - cached)
+        total_ms += self["prefill_base_ms"]
+        total_ms += self["prefill_square_ms"] * (num_prompt * num_prompt - cached * cached)
+        return total_ms
 
     def step_ms(self) -> Floats:
         """A decode step of what runs there, those placed since the last beat included."""
-        num = self["running"] + self["num_since"]
-        context = self["context_tokens"] + self["since_tokens"]
-        return np.asarray(
-            self["decode_base_ms"]
-            + self["decode_context_ms"] * context
-            + self["decode_sequence_ms"] * num
-        )
+        total_ms = self["context_tokens"] + self["since_tokens"]
+        total_ms *= self["decode_context_ms"]
+        total_ms += self["decode_base_ms"]
+        total_ms += self["decode_sequence_ms"] * (self["running"] + self["num_since"])
+        return total_ms
 
 
 class PoolTable:
@@ -109,8 +117,12 @@ class PoolTable:
         self.beats: list[Beat] = []
         self.version = 0  # of who is there and what they can do
         self._row: dict[str, int] = {}
+        self._order: list[_Rank] = []
         self._data = np.zeros((len(_COLUMNS), _FIRST_SIZE))
         self._rows_of: dict[str, Rows] = {}
+        self._where: dict[str, slice | Rows] = {}
+        self._places: tuple[Roll, Rows] | None = None
+        self._all_have_costs: bool | None = None
         self._layouts: dict[str, int] = {}
 
     @property
@@ -122,8 +134,10 @@ class PoolTable:
         """[num_rows], a view: it tells what is known now."""
         return self._data[_INDEX[name], : len(self.workers)]
 
-    def take(self, rows: Rows) -> Columns:
-        """All columns of some rows, as they are now."""
+    def take(self, rows: Rows | slice) -> Columns:
+        """All columns of some rows. A slice of them is not copied: it changes with the table."""
+        if isinstance(rows, slice):
+            return Columns(self._data[:, rows])
         return Columns(self._data.take(rows, axis=1))
 
     def row(self, worker: str) -> int | None:
@@ -149,13 +163,41 @@ class PoolTable:
             found = self._rows_of[role] = np.array(rows, dtype=np.intp)
         return found
 
+    def where(self, role: str) -> slice | Rows:
+        """The same as a slice, if they lie one behind the other."""
+        found = self._where.get(role)
+        if found is None:
+            rows = found = self.rows_of(role)
+            if len(rows) and np.array_equal(rows, np.arange(rows[0], rows[0] + len(rows))):
+                found = slice(int(rows[0]), int(rows[0]) + len(rows))
+            self._where[role] = found
+        return found
+
+    def places(self, roll: Roll) -> Rows:
+        """[num_rows]: the place of each one in ``roll``; -1: it has none."""
+        if self._places is None or self._places[0] is not roll:
+            places = [roll.places.get(worker, -1) for worker in self.workers]
+            self._places = (roll, np.array(places, dtype=np.intp))
+        return self._places[1]
+
+    @property
+    def all_have_costs(self) -> bool:
+        """Whether each one says what its steps cost."""
+        if self._all_have_costs is None:
+            self._all_have_costs = bool(self.column("has_costs").all())
+        return self._all_have_costs
+
     def put(self, beat: Beat, now_s: float) -> int:
         """Take a worker's beat; its row."""
         row = self._row.get(beat.worker)
         if row is None:
-            row = self._add(beat)
+            row = self._add(beat, np.zeros(len(_COLUMNS)))
         elif self.beats[row].roles != beat.roles:
-            self._changed()
+            known = self._data[:, row].copy()
+            self.drop(beat.worker)
+            row = self._add(beat, known)
+        if self._data.item(_HAS_COSTS, row) != (beat.costs is not None):
+            self._all_have_costs = None
         self.beats[row] = beat
         self._data[:-_KEPT, row] = (*_facts(beat, now_s), self.layout_of(beat.fingerprint))
         return row
@@ -187,45 +229,57 @@ class PoolTable:
 
     def drop(self, worker: str) -> None:
         """It is gone."""
-        row = self._row.pop(worker, None)
+        row = self._row.get(worker)
         if row is None:
             return
-        last = len(self.workers) - 1
-        if row != last:
-            self.workers[row], self.beats[row] = self.workers[last], self.beats[last]
-            self._data[:, row] = self._data[:, last]
-            self._row[self.workers[row]] = row
-        del self.workers[last], self.beats[last]
+        num = self.num_rows
+        self._data[:, row : num - 1] = self._data[:, row + 1 : num]
+        del self.workers[row], self.beats[row], self._order[row]
         self._changed()
 
-    def _add(self, beat: Beat) -> int:
-        row = len(self.workers)
-        if row == self._data.shape[1]:
+    def _add(self, beat: Beat, figures: Floats) -> int:
+        rank, num = _rank(beat), self.num_rows
+        if num == self._data.shape[1]:
             self._data = np.concatenate([self._data, np.zeros_like(self._data)], axis=1)
-        self._data[:, row] = 0.0
-        self.workers.append(beat.worker)
-        self.beats.append(beat)
-        self._row[beat.worker] = row
+        row = bisect_left(self._order, rank)
+        self._data[:, row + 1 : num + 1] = self._data[:, row:num]
+        self._data[:, row] = figures
+        self.workers.insert(row, beat.worker)
+        self.beats.insert(row, beat)
+        self._order.insert(row, rank)
         self._changed()
         return row
 
     def _changed(self) -> None:
         self.version += 1
+        self._row = {worker: row for row, worker in enumerate(self.workers)}
         self._rows_of.clear()
+        self._where.clear()
+        self._places = None
+        self._all_have_costs = None
 
     def check_invariants(self) -> None:
         """Raise AssertionError when rows and names don't belong together."""
         assert len(self.workers) == len(self.beats) == len(self._row), "a row too many"
+        assert self._order == sorted(map(_rank, self.beats)), "a row in the wrong place"
         for worker, row in self._row.items():
             assert self.workers[row] == self.beats[row].worker == worker, "two workers in one row"
 
 
 _INDEX: Final = {name: number for number, name in enumerate(_COLUMNS)}
+_HAS_COSTS: Final = _INDEX["has_costs"]
 _HEARD_S: Final = _INDEX["heard_s"]
 _RECENT_MS: Final = _INDEX["recent_ms"]
 _RECENT_S: Final = _INDEX["recent_s"]
 _WAIT_MS: Final = _INDEX["wait_ms"]
 _WAIT_S: Final = _INDEX["wait_s"]
+
+
+_Rank = tuple[bool, tuple[str, ...], str]
+
+
+def _rank(beat: Beat) -> _Rank:
+    return "prefill" not in beat.roles, beat.roles, beat.worker
 
 
 def _facts(beat: Beat, now_s: float) -> tuple[float, ...]:

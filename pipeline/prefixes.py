@@ -7,16 +7,18 @@ what they hold: nobody is told of blocks that it could not read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, islice
 
 from infra.metrics import Metrics
-from pipeline.fleet import Fleet
+from pipeline.fleet import Fleet, Layout
 from pipeline.hash_memo import HashMemo
 from pipeline.prefix_hash import request_salt
-from pipeline.prefix_walk import Match
+from pipeline.prefix_walk import NOBODY, Found, Roll
 from pipeline.radix_index import RadixIndex
 from schemas.requests import RequestRecord
+
+_MAX_READERS = 1024  # models and layouts; those that are gone may be among them
 
 # The prefix hashes of a record's prompt in runs, for a block size and a salt.
 RunsOf = Callable[[RequestRecord, int, bytes], Iterable[Sequence[bytes]]]
@@ -40,40 +42,51 @@ class Prefixes:
         self._misses = metrics.kv_index_lookups.labels("miss")
         self._memo = HashMemo()
         self._runs_of = runs_of or self._remembered
+        # By model and layout, until somebody comes or goes: whom to ask about, as bits.
+        self._readers: dict[tuple[str, Layout], tuple[Roll, Mapping[str, Layout], int]] = {}
 
     @property
     def is_empty(self) -> bool:
         """Whether nobody holds anything that is known of: then there is nothing to look up."""
-        return not self._index.workers
+        return self._index.is_empty
 
-    def find(self, record: RequestRecord) -> dict[str, Match]:
+    def find(self, record: RequestRecord) -> Found:
         """By worker, how much of the prompt it holds; only live workers of the request's model
         that hold its first block. Nobody, where the prompt's logprobs are wanted: they come of
         computing it.
 
-        Cost: for each layout about 60 µs per 1,024 tokens that somebody holds, 2 µs if they came
+        Cost: for each layout about 60 µs per 1,024 tokens that somebody holds, 0.6 µs if they came
         lately; a prompt that nobody knows is hashed no further than its first block.
         """
+        found = NOBODY
         if self.is_empty or record.sampling.prompt_logprobs is not None:
-            return {}
-        layout_of = self._fleet.layouts(record.served)
-        found: dict[str, Match] = {}
+            return found
         for layout in self._fleet.distinct_layouts(record.served):
-            fingerprint, block_size = layout
-            if block_size > 0:
-                matches = self._lookup(record, fingerprint, block_size)
-                found |= {one.worker: one for one in matches if layout_of.get(one.worker) == layout}
+            if layout[1] > 0:
+                found = found.joined(self._lookup(record, layout))
         (self._hits if found else self._misses).inc()
         return found
 
-    def _lookup(self, record: RequestRecord, fingerprint: str, block_size: int) -> list[Match]:
+    def _lookup(self, record: RequestRecord, layout: Layout) -> Found:
+        fingerprint, block_size = layout
         salt = request_salt(record, fingerprint)
-        matches = self._index.lookup_runs(self._runs_of(record, block_size, salt))
-        if matches and self._index.is_crowded:
-            most = max(match.num_blocks for match in matches)
+        readers = self._bits_of(record.served, layout)
+        found = self._index.lookup_runs(self._runs_of(record, block_size, salt), readers)
+        if found and self._index.is_crowded:
             runs = self._runs_of(record, block_size, salt)
-            self._index.touch(list(islice(chain.from_iterable(runs), most)))
-        return matches
+            self._index.touch(list(islice(chain.from_iterable(runs), found.most)))
+        return found
+
+    def _bits_of(self, served: str, layout: Layout) -> int:
+        """The workers of ``served`` that have this layout, in the index's roll."""
+        roll, layouts = self._index.roll, self._fleet.layouts(served)
+        known = self._readers.get((served, layout))
+        if known is None or known[0] is not roll or known[1] is not layouts:
+            if len(self._readers) > _MAX_READERS:
+                self._readers.clear()
+            bits = roll.bits(worker for worker, its in layouts.items() if its == layout)
+            known = self._readers[served, layout] = (roll, layouts, bits)
+        return known[2]
 
     def _remembered(
         self, record: RequestRecord, block_size: int, salt: bytes

@@ -16,8 +16,8 @@ not needed, so a block whose parent was never heard of is as good as any.
 
 Blocks that were stored one behind the other have a set of their own. While it still has all of them
 (it loses those of which something else becomes true, and never gets others) it is whole: who meets
-it at two places of a prompt need not look in between. So a lookup touches a few entries of the
-table, wherever in memory they are, not one per block.
+it, and then its last block or it again, need not look in between. So a lookup touches one entry of
+the table for each such run, wherever in memory they are, not one per block.
 
 Pure, and bounded: over ``max_blocks`` those go that were stored or touched longest ago. Of a run
 that came as one, the last block counts as the oldest: an earlier one is of use without it.
@@ -28,27 +28,28 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, islice
 
-from pipeline.prefix_walk import BITS, TIERS, Match, Walk
+from pipeline.prefix_walk import BITS, TIERS, Found, Match, Roll, Walk
 from schemas.kv_events import KvTier
 
 _OFFSET = {tier: number for number, tier in enumerate(TIERS)}
 _PRESSURE = 0.75  # of max_blocks: below it nothing goes, so nobody has to know what is in use
 _EVICT_SHARE = 256  # at the limit this part goes at once: looking for the oldest costs a scan
-_MIN_RUN = 4  # blocks that get a set of their own: it takes 150 bytes
+_MIN_RUN = 4  # blocks that get a set of their own: it takes 160 bytes
 _MAX_RUN = 64  # of blocks: who takes a part of a longer one would leave a rest that is not whole
 _STRIDE = 64  # hashes of a prompt that are taken at once
 
 
 class _Holders:
     """A set of (worker, tier), and how many blocks have it. ``run_length``: it was made for so many
-    that lie one behind the other; 0: for any."""
+    that lie one behind the other, up to ``last``; 0: for any."""
 
-    __slots__ = ("bits", "num_blocks", "run_length")
+    __slots__ = ("bits", "last", "num_blocks", "run_length")
 
-    def __init__(self, bits: int, run_length: int = 0) -> None:
+    def __init__(self, bits: int, run: Sequence[bytes] = ()) -> None:
         self.bits = bits
         self.num_blocks = 0
-        self.run_length = run_length
+        self.run_length = len(run)
+        self.last = run[-1] if run else b""
 
 
 class RadixIndex:
@@ -74,6 +75,7 @@ class RadixIndex:
         self._merged: list[_Holders] = []  # equal to another one since a worker left, or empty
         self._places: dict[str, int] = {}
         self._workers: list[str | None] = []  # by place
+        self._roll: Roll | None = None  # the same, until somebody comes or goes
         self._to_sweep: list[bytes] = []
 
     @property
@@ -91,34 +93,57 @@ class RadixIndex:
         """Who has stored something and was not dropped, sorted."""
         return sorted(self._places)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no such worker."""
+        return not self._places
+
     # Asking ----------------------------------------------------------------------------------
+
+    @property
+    def roll(self) -> Roll:
+        """Which worker has which place now; the same object until somebody comes or goes."""
+        if self._roll is None:
+            self._roll = Roll(self._workers)
+        return self._roll
 
     def lookup(self, hashes: Iterable[bytes]) -> list[Match]:
         """Who holds the first of ``hashes``, and how far; by worker id. Takes few more of them than
         somebody holds, of an unknown prompt one. Counts as no use."""
-        return self.lookup_runs(_strides(iter(hashes)))
+        return list(self.lookup_runs(_strides(iter(hashes))).values())
 
-    def lookup_runs(self, runs: Iterable[Sequence[bytes]]) -> list[Match]:
+    def lookup_runs(self, runs: Iterable[Sequence[bytes]], among: int = -1) -> Found:
         """The same of hashes that come in runs, one behind the other; takes another one only when
-        somebody holds all of those before."""
-        walk = Walk()
-        walk.end(self._go(walk, runs))
-        return sorted(walk.matches(self._name), key=lambda match: match.worker)
+        somebody holds all of those before.
 
-    def _go(self, walk: Walk, runs: Iterable[Sequence[bytes]]) -> int:
+        Args:
+            among: bits of the roll: who is asked about. By default everybody.
+        """
+        walk = Walk()
+        return walk.end(self._go(walk, runs, among), self.roll)
+
+    def _go(self, walk: Walk, runs: Iterable[Sequence[bytes]], among: int) -> int:
         """Go down as far as anybody comes along; the number of blocks until there."""
-        number, before, get = 0, 0, self._blocks.get
+        number, get = 0, self._blocks.get
+        before, bits, since = None, -1, 0  # the last holders, who of them, where they were met
         for run in runs:
             at, end = 0, len(run)
             while at < end:
                 holders = get(run[at])
                 if holders is None:
                     return number + at
-                if holders.bits != before and not walk.go_on(holders.bits, number + at):
-                    return number + at
-                before = holders.bits
+                if holders is not before:
+                    before, since = holders, number + at
+                    if holders.bits & among != bits:
+                        bits = holders.bits & among
+                        if not walk.go_on(bits, since):
+                            return since
                 if holders.num_blocks != holders.run_length:
                     at += 1
+                    continue
+                stop = since - number + holders.run_length
+                if at < stop <= end and run[stop - 1] == holders.last:
+                    at = stop  # mostly it is met at its first block
                 elif get(run[-1]) is holders:
                     at = end
                 else:
@@ -150,11 +175,6 @@ class RadixIndex:
             if tiers:
                 found[block_hash] = tiers
         return found
-
-    def _name(self, place: int) -> str:
-        worker = self._workers[place]
-        assert worker is not None, "bits of a worker that left"
-        return worker
 
     # Telling ---------------------------------------------------------------------------------
 
@@ -195,7 +215,7 @@ class RadixIndex:
         place = self._places.pop(worker, None)
         if place is None:
             return
-        self._workers[place] = None
+        self._workers[place] = self._roll = None
         mask = ((1 << BITS) - 1) << (BITS * place)
         self._merged = [holders for holders in self._merged if holders.num_blocks]
         for holders in self._merged:
@@ -246,6 +266,7 @@ class RadixIndex:
             place = self._workers.index(None) if None in self._workers else len(self._workers)
             self._workers[place : place + 1] = [worker]
             self._places[worker] = place
+            self._roll = None
         return place
 
     def _add(self, bit: int, run: Sequence[bytes], old: _Holders | None) -> None:
@@ -264,7 +285,7 @@ class RadixIndex:
 
     def _join(self, run: Sequence[bytes], bits: int) -> None:
         if len(run) >= _MIN_RUN:
-            new = _Holders(bits, len(run))
+            new = _Holders(bits, run)
             self._runs.add(new)
         else:
             new = self._sets.get(bits) or self._sets.setdefault(bits, _Holders(bits))
@@ -311,11 +332,14 @@ class RadixIndex:
         for worker, place in self._places.items():
             assert self._workers[place] == worker, "two workers in one place"
             living |= ((1 << BITS) - 1) << (BITS * place)
+        assert self.roll.places == self._places, "a roll that was left behind"
         assert len(self._places) == sum(worker is not None for worker in self._workers)
         assert all(not holders.bits & ~living for holders in known), "somebody gone holds a block"
         for holders in self._runs:
             assert 0 < holders.num_blocks <= holders.run_length, "a run has grown"
             assert holders.bits, "a run that nobody holds is kept as one"
+            is_whole = holders.num_blocks == holders.run_length
+            assert not is_whole or self._blocks[holders.last] is holders, "its last block is not"
         for bits, holders in self._sets.items():
             assert bits == holders.bits != 0, "a set is kept under other bits"
             assert holders.num_blocks > 0, "a set without blocks is kept"

@@ -52,7 +52,7 @@ class Weights:
     temperature: float = 0.02
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Candidates:
     """[num_candidates] each, and finite."""
 
@@ -73,16 +73,20 @@ class Candidates:
 def scores(candidates: Candidates, weights: Weights) -> Floats:
     """[num_candidates], of which there is at least one."""
     one = candidates
-    finish = one.finish
     hit = weights.hit + weights.backlog * min(one.backlog, _MAX_BACKLOG)
-    return np.asarray(
-        hit * one.hit
-        + weights.queue / (1 + one.wait)
-        + weights.load * (1 - one.used)
-        - weights.transfer * one.transfer
-        - weights.finish * (finish - finish.min())
-        - weights.spread * np.maximum(0.0, one.recent - weights.share)
-    )
+    values = hit * one.hit
+    values += weights.queue / (1 + one.wait)
+    values += weights.load * (1 - one.used)
+    values -= weights.transfer * one.transfer
+    late = one.finish
+    late -= least(late)
+    late *= weights.finish
+    values -= late
+    over = one.recent - weights.share
+    np.maximum(0.0, over, out=over)
+    over *= weights.spread
+    values -= over
+    return values
 
 
 def sample(values: Floats, temperature: float, rng: random.Random) -> int:
@@ -96,6 +100,14 @@ def sample(values: Floats, temperature: float, rng: random.Random) -> int:
     best = int(values.argmax())
     if temperature <= 0:
         return best
-    chances = np.exp((values - values[best]) / temperature)
-    upto = np.cumsum(chances)
-    return min(int(np.searchsorted(upto, rng.random() * upto[-1], "right")), len(values) - 1)
+    chances = values - values.item(best)
+    chances /= temperature
+    np.exp(chances, out=chances)
+    upto = chances.cumsum()
+    drawn = rng.random() * upto.item(-1)
+    return min(int(upto.searchsorted(drawn, "right")), len(values) - 1)
+
+
+def least(values: Floats) -> float:
+    """Of at least one. A third of the time of ``values.min()``, for a few hundred."""
+    return values.item(values.argmin())

@@ -9,12 +9,11 @@ through the prefill pool. Pure.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.prefix_walk import Match
+from pipeline.prefix_walk import Found
 from pipeline.weighing import Pool, Weighed
 
 SUFFIX = "suffix"  # the role of a worker that does this
@@ -33,7 +32,7 @@ def stay_place(
     pool: Pool,
     rule: SuffixRule,
     num_prompt: int,
-    matches: Mapping[str, Match],
+    found: Found,
     elsewhere: Weighed,
 ) -> tuple[Weighed, int] | None:
     """Where a prompt stays; None: it goes to the prefill pool.
@@ -42,9 +41,9 @@ def stay_place(
         pool: of the role ``suffix``.
         elsewhere: the prefill pool's candidates for the same prompt.
     """
-    if not rule.max_tokens or not matches or not len(pool.table.rows_of(SUFFIX)):
+    if not rule.max_tokens or not found or not len(pool.table.rows_of(SUFFIX)):
         return None
-    weighed = pool.weigh_prefill(num_prompt, matches)
+    weighed = pool.weigh_prefill(num_prompt, found)
     is_fit = (num_prompt - weighed.cached <= rule.max_tokens) & (2 * weighed.cached >= num_prompt)
     if not is_fit.any():
         return None

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from pipeline.prefix_walk import Found
 from schemas.requests import Slo
 
 # What a request is short of:
@@ -33,6 +34,7 @@ class Ask:
         served: the pool: ``<model@rev>``.
         num_cached: prompt tokens that a worker holds already, by worker id; who is not named
             holds none. Only what is not cached is charged.
+        found: what that was taken from, for whoever places it in the same moment.
         max_tokens: that it may generate, over all ``n`` choices.
         slo: resolved: see ``Policy.slo_of``; 0 where nothing is promised.
         since_s: when it was asked for first; waiting counts from there.
@@ -47,6 +49,7 @@ class Ask:
     now_s: float
     since_s: float
     num_cached: Mapping[str, int] = field(default_factory=dict)
+    found: Found | None = None
     num_choices: int = 1
     min_tokens: int = 0  # of all choices: a clamp never goes below
     tenant: str = ""

@@ -11,15 +11,15 @@ all are compared by sequences, 256 prompt tokens counting as one:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeline.outlook import Outlook
 from pipeline.pool_table import Columns, Floats, PoolTable, Rows
-from pipeline.prefix_walk import Match
+from pipeline.prefix_walk import Found
 from pipeline.scoring import Candidates
 from pipeline.topology import Distances
 
@@ -31,9 +31,10 @@ _SLACK_SEQUENCES = 8.0  # the same where costs are not known
 _NO_TIME_MS = 1e-6
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Weighed:
-    """Workers of one role that have room and were heard lately, by worker id.
+    """Workers of one role that have room and were heard lately, by worker id. Their figures may be
+    the table's own: it is of use until something more is heard.
 
     ``unit_ms`` is what 1 means in ``candidates``; 0: costs are not known, and it is a sequence.
     """
@@ -53,8 +54,7 @@ class Weighed:
         return self.table.workers[int(self.rows[place])]
 
 
-@dataclass(frozen=True, slots=True)
-class Pool:
+class Pool(NamedTuple):
     """Who may be asked, and by what: one decision's view."""
 
     outlook: Outlook
@@ -68,25 +68,34 @@ class Pool:
         """The workers of the model."""
         return self.outlook.table(self.served)
 
-    def weigh_prefill(self, num_prompt: int, matches: Mapping[str, Match]) -> Weighed:
-        """For a prompt of ``num_prompt`` tokens of which workers hold ``matches``."""
+    def weigh_prefill(self, num_prompt: int, found: Found) -> Weighed:
+        """For a prompt of ``num_prompt`` tokens of which ``found`` is held."""
         some = self._able(must_have_room=True)
-        held = _held_tokens(self.table, matches.values())
-        cached = np.minimum(held[some.rows], max(0, num_prompt - 1))
+        columns, num = some.columns, len(some.rows)
+        held = _held_tokens(self.table, found)
+        most = max(0, num_prompt - 1)
+        cached = np.zeros(num) if held is None else np.minimum(held[some.where], most)
         hit = cached / max(1, num_prompt)
-        columns = some.columns
         if not some.has_costs:
             return some.weighed(_by_sequences(columns, cached, hit, self.now_s), cached, 0.0)
-        unit_ms = max(_NO_TIME_MS, _mean(columns.compute_ms(num_prompt, 0.0)))
-        work_ms, travel_ms = self._fetch_or_compute(some, num_prompt, cached, held, matches)
+        whole_ms = columns.compute_ms(num_prompt, 0.0)
+        unit_ms = max(_NO_TIME_MS, _mean(whole_ms))
         away = self.distances.to_nearest(self.table, self.role, "decode")[some.places]
-        travel_ms = travel_ms + num_prompt * columns["kv_token_bytes"] * away
-        wait = columns.wait_ms(self.now_s) / unit_ms
+        travel_ms = num_prompt * columns["kv_token_bytes"]
+        travel_ms *= away
+        work_ms = whole_ms
+        if held is not None:
+            work_ms, fetch_ms = self._fetch_or_compute(some, num_prompt, cached, held)
+            travel_ms += fetch_ms
+        wait = columns.wait_ms(self.now_s)
+        wait /= unit_ms
+        work_ms /= unit_ms
+        travel_ms /= unit_ms
         candidates = Candidates(
             hit=hit,
             wait=wait,
-            work=work_ms / unit_ms,
-            transfer=travel_ms / unit_ms,
+            work=work_ms,
+            transfer=travel_ms,
             used=columns["used"],
             recent=_of_mean(columns.recent(self.now_s), _SLACK * unit_ms),
             backlog=_mean(wait),
@@ -99,7 +108,7 @@ class Pool:
         source: str,
         num_tokens: int,
         answer_tokens: float,
-        matches: Mapping[str, Match],
+        found: Found,
         *,
         must_have_room: bool = True,
     ) -> Weighed:
@@ -113,11 +122,11 @@ class Pool:
         if fits.any() and not fits.all():
             some = some.only(fits)
         columns = some.columns
-        held = _held_tokens(self.table, matches.values())
-        cached = np.minimum(held[some.rows], num_tokens)
+        held = _held_tokens(self.table, found)
+        nothing = np.zeros(len(some.rows))
+        cached = nothing if held is None else np.minimum(held[some.where], num_tokens)
         hit = cached / max(1, num_tokens)
         if not some.has_costs:
-            nothing = np.zeros(len(some.rows))
             return some.weighed(_by_sequences(columns, nothing, hit, self.now_s), cached, 0.0)
         added_ms = answer_tokens * (
             columns["decode_sequence_ms"] + columns["decode_context_ms"] * num_tokens
@@ -129,7 +138,7 @@ class Pool:
         candidates = Candidates(
             hit=hit,
             wait=(added_ms + answer_tokens * columns.step_ms()) / unit_ms,
-            work=np.zeros(len(some.rows)),
+            work=nothing,
             transfer=travel_ms / unit_ms,
             used=columns["used"],
             recent=np.ones(len(some.rows)),
@@ -139,59 +148,58 @@ class Pool:
 
     def _able(self, layout: int | None = None, *, must_have_room: bool) -> _Some:
         table = self.table
-        everyone = table.rows_of(self.role)
-        is_able = self.now_s - table.column("heard_s")[everyone] <= self.outlook.stale_s
+        where = table.where(self.role)
+        is_able = self.now_s - table.column("heard_s")[where] <= self.outlook.stale_s
         if must_have_room:
-            is_able &= table.column("slots")[everyone] > 0
+            is_able &= table.column("slots")[where] > 0
         if layout is not None:
-            is_able &= table.column("layout")[everyone] == layout
-        places = np.flatnonzero(is_able)
-        rows = everyone[places]
-        return _Some(table, rows, table.take(rows), places)
+            is_able &= table.column("layout")[where] == layout
+        some = _Some(table, table.rows_of(self.role), where, table.take(where), slice(None))
+        return some if np.count_nonzero(is_able) == len(is_able) else some.only(is_able)
 
     def _fetch_or_compute(
-        self,
-        some: _Some,
-        num_prompt: int,
-        cached: Floats,
-        held: Floats,
-        matches: Mapping[str, Match],
+        self, some: _Some, num_prompt: int, cached: Floats, held: Floats
     ) -> tuple[Floats, Floats]:
         """Per candidate: what it computes, and how long the blocks travel that it fetches for it
         from whoever holds most; none where computing them is sooner."""
         columns = some.columns
         alone_ms = columns.compute_ms(num_prompt, cached)
-        nothing = np.zeros(len(some.rows))
-        if not matches:
-            return alone_ms, nothing
         lender = int(held.argmax())
-        most = min(float(held[lender]), num_prompt - 1.0)
+        most = min(held.item(lender), num_prompt - 1.0)
         away = self.distances.from_one(self.table, self.table.workers[lender], self.role)
-        travel_ms = np.maximum(0.0, most - cached) * columns["kv_token_bytes"] * away[some.places]
+        travel_ms = np.maximum(0.0, most - cached)
+        travel_ms *= columns["kv_token_bytes"]
+        travel_ms *= away[some.places]
         rest_ms = columns.compute_ms(num_prompt, most)  # nobody holds more
-        can_read = columns["layout"] == self.table.column("layout")[lender]
-        is_sooner = can_read & (travel_ms + rest_ms < alone_ms)
-        return np.where(is_sooner, rest_ms, alone_ms), np.where(is_sooner, travel_ms, nothing)
+        is_sooner = travel_ms + rest_ms < alone_ms
+        is_sooner &= columns["layout"] == self.table.column("layout")[lender]
+        np.copyto(alone_ms, rest_ms, where=is_sooner)
+        travel_ms *= is_sooner
+        return alone_ms, travel_ms
 
 
-@dataclass(frozen=True, slots=True)
-class _Some:
-    """Some workers of a table: their rows, figures, and places among all of the role."""
+class _Some(NamedTuple):
+    """Some workers of a table: their rows, also as a slice, their figures, and their places among
+    all of the role."""
 
     table: PoolTable
     rows: Rows
+    where: Rows | slice
     columns: Columns
-    places: Rows
+    places: Rows | slice
 
     @property
     def has_costs(self) -> bool:
         """Whether there are any, and all say what their steps cost."""
+        if self.table.all_have_costs:
+            return len(self.rows) > 0
         return len(self.rows) > 0 and bool(self.columns["has_costs"].all())
 
     def only(self, keep: npt.NDArray[np.bool_]) -> _Some:
         """Those of them."""
-        rows = self.rows[keep]
-        return _Some(self.table, rows, self.table.take(rows), self.places[keep])
+        rows, places = self.rows[keep], self.places
+        places = np.flatnonzero(keep) if isinstance(places, slice) else places[keep]
+        return _Some(self.table, rows, rows, self.table.take(rows), places)
 
     def weighed(self, candidates: Candidates, cached: Floats, unit_ms: float) -> Weighed:
         """They, as candidates."""
@@ -220,10 +228,10 @@ def _by_sequences(columns: Columns, cached: Floats, hit: Floats, now_s: float) -
 
 def _of_mean(recent: Floats, slack: float) -> Floats:
     """In terms of the mean, ``slack`` being everybody's: the first few requests say nothing."""
-    if not len(recent):
-        return recent
-    some = recent + slack
-    return np.asarray(some / _mean(some))
+    if len(recent):
+        recent += slack
+        recent /= _mean(recent)
+    return recent
 
 
 def _mean(values: Floats) -> float:
@@ -231,13 +239,11 @@ def _mean(values: Floats) -> float:
     return float(values.sum()) / len(values)
 
 
-def _held_tokens(table: PoolTable, matches: Iterable[Match]) -> Floats:
-    """[num_rows]: tokens of a prompt that each worker holds; those on a disk count half."""
-    held = np.zeros(table.num_rows)
-    for match in matches:
-        row = table.row(match.worker)
-        if row is not None:
-            num_on_disk = match.num_blocks - match.num_memory
-            held[row] = match.num_memory + DISK_SHARE * num_on_disk
+def _held_tokens(table: PoolTable, found: Found) -> Floats | None:
+    """[num_rows]: tokens of a prompt that each worker holds; those on a disk count half. None:
+    nobody holds any."""
+    if not found:
+        return None
+    held = found.worth(DISK_SHARE).take(table.places(found.roll))
     held *= table.column("block_size")
     return held

@@ -20,6 +20,7 @@ from pipeline.fair_queue import Ticket
 from pipeline.fleet import Fleet
 from pipeline.outlook import Outlook
 from pipeline.placement import Placement, PrefillPlace
+from pipeline.prefix_walk import Found
 from pipeline.prefixes import Prefixes
 from pipeline.verdict import Admit, Ask, Clamp, Fallback, Refuse, Verdict, Wait
 from pipeline.waiting_room import WaitingRoom
@@ -107,16 +108,16 @@ class VirtualDoor:
         room, now_s = self._room, self._queue.now_s
         ticket = self._ticket(ask)
         if room is None or (is_admitted and room.enter(ticket, now_s)):
-            self._place(request, record)
+            self._place(request, record, ask.found)
             return
         self._waiters[request.request_id] = _Waiter(request, ask, is_admitted)
         room.push(ticket, now_s)
         self.look()
 
-    def _place(self, request: Request, record: RequestRecord) -> None:
+    def _place(self, request: Request, record: RequestRecord, found: Found | None = None) -> None:
         begun_ns = time.thread_time_ns()
         hurries = self._room is not None and self._room.hurries(self._served, record.tenant)
-        place = self._minds.placement.place_prefill(record, hurries=hurries)
+        place = self._minds.placement.place_prefill(record, hurries=hurries, found=found)
         self.decisions_s.append((time.thread_time_ns() - begun_ns) / 1e9)
         if place.worker != ANY:
             if self._minds.budget is not None:
@@ -128,7 +129,7 @@ class VirtualDoor:
     # ---- the budget ----------------------------------------------------------------------
 
     def _ask(self, request: Request, record: RequestRecord) -> Ask:
-        now_s = self._queue.now_s
+        now_s, found = self._queue.now_s, self._minds.prefixes.find(record)
         return Ask(
             request_id=request.request_id,
             served=self._served,
@@ -136,16 +137,17 @@ class VirtualDoor:
             max_tokens=request.max_tokens,
             now_s=now_s,
             since_s=now_s,
-            num_cached=self._num_cached(request, record),
+            num_cached=self._num_cached(request, found),
+            found=found,
             tenant=request.tenant,
             slo=request.slo,
         )
 
-    def _num_cached(self, request: Request, record: RequestRecord) -> dict[str, int]:
+    def _num_cached(self, request: Request, found: Found) -> dict[str, int]:
         most = request.num_prompt - 1
         return {
             worker: min(match.num_blocks * request.block_size, most)
-            for worker, match in self._minds.prefixes.find(record).items()
+            for worker, match in found.items()
         }
 
     def _judge(self, ask: Ask) -> Verdict:

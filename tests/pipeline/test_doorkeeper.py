@@ -17,6 +17,7 @@ from pipeline.doorkeeper import Doorkeeper
 from pipeline.fleet import Fleet
 from pipeline.placement import PrefillPlace
 from pipeline.policy import FixedPolicies
+from pipeline.prefix_walk import Found
 from pipeline.verdict import Admit, Ask, Refuse, Verdict, Wait
 from schemas.control import Placed
 from schemas.errors import OverBudget
@@ -34,7 +35,9 @@ class Named:
     places: list[str] = field(default_factory=list)
     error: Exception | None = None
 
-    def place_prefill(self, record: RequestRecord, *, hurries: bool = False) -> PrefillPlace:
+    def place_prefill(
+        self, record: RequestRecord, *, hurries: bool = False, found: Found | None = None
+    ) -> PrefillPlace:
         if self.error is not None:
             raise self.error
         self.places.append(record.request_id)

@@ -106,6 +106,26 @@ class AgainstNaive(RuleBasedStateMachine):
         hashes = hashes_of(prompt)[:depth]
         assert self.index.lookup(hashes) == self.naive.lookup(hashes)
 
+    @rule(prompt=prompts, asked=st.sets(workers), more_than=depths)
+    def find(self, prompt: tuple[int, ...], asked: set[str], more_than: int) -> None:
+        """What is found of some workers says of all of them at once what each match says."""
+        hashes, roll = hashes_of(prompt), self.index.roll
+        found = self.index.lookup_runs([hashes[:2], hashes[2:]], roll.bits(asked))
+        matches = [one for one in self.naive.lookup(hashes) if one.worker in asked]
+        assert list(found.values()) == matches
+        assert (len(found), bool(found)) == (len(matches), bool(matches))
+        assert found.most == max((one.num_blocks for one in matches), default=0)
+        further = {
+            (one.num_blocks, one.tier, one.worker) for one in matches if one.num_blocks > more_than
+        }
+        groups = list(found.furthest(more_than))
+        assert {(num, tier, one) for num, tier, some in groups for one in some} == further
+        assert groups == sorted(groups, key=lambda one: (-one[0], TIERS.index(one[1])))
+        worth = dict.fromkeys([*roll.workers, ""], 0.0)
+        for one in matches:
+            worth[one.worker] = one.num_memory + 0.25 * (one.num_blocks - one.num_memory)
+        assert not found or found.worth(0.25).tolist() == list(worth.values())
+
     @invariant()
     def holds_the_same(self) -> None:
         self.index.check_invariants()

@@ -31,6 +31,7 @@ from infra.times import Times
 from pipeline.claim_chain import ClaimChain
 from pipeline.fleet import Fleet
 from pipeline.placement import PrefillPlace
+from pipeline.prefix_walk import Found
 from pipeline.takeover import TakeOver
 from schemas import subjects
 from schemas.codec import decode, encode
@@ -165,7 +166,9 @@ class Holders:
         self.knows_prefixes = True
         self.asked: list[str] = []
 
-    def place_prefill(self, record: RequestRecord, *, hurries: bool = False) -> PrefillPlace:
+    def place_prefill(
+        self, record: RequestRecord, *, hurries: bool = False, found: Found | None = None
+    ) -> PrefillPlace:
         self.asked.append(record.request_id)
         return PrefillPlace(worker="w2", sources=SOURCES)
 

@@ -28,6 +28,7 @@ from infra.transport.plan import SHM_ONLY, TransportPlan
 from pipeline.claim_chain import ClaimChain
 from pipeline.ownership import RequestView
 from pipeline.placement import PrefillPlace
+from pipeline.prefix_walk import Found
 from pipeline.router import Router
 from pipeline.stage import Stage, StageContext, parse_as
 from schemas import subjects
@@ -106,7 +107,9 @@ class Decider:
 
     knows_prefixes = False
 
-    def place_prefill(self, record: RequestRecord, *, hurries: bool = False) -> PrefillPlace:
+    def place_prefill(
+        self, record: RequestRecord, *, hurries: bool = False, found: Found | None = None
+    ) -> PrefillPlace:
         return PrefillPlace(worker=subjects.ANY)
 
     def decode_worker(self, served: str, ready: KvReady) -> str:
