@@ -97,12 +97,12 @@ async def publish_work(
         PayloadTooLarge: too large even for the object store; nothing was published.
         QueueFull, BusUnavailable, BusForbidden: as :meth:`Bus.publish_stored`.
     """
-    wire = headers.to_dict(msg_id)
-    if not bus.fits(payload, wire):
+    try:
+        return await bus.publish_stored(subject, payload, headers.to_dict(msg_id), msg_id=msg_id)
+    except PayloadTooLarge:
         name = await ObjectBox(bus).put(payload)
-        wire = msgspec.structs.replace(headers, object_name=name).to_dict(msg_id)
-        payload = b""
-    return await bus.publish_stored(subject, payload, wire, msg_id=msg_id)
+    headers = msgspec.structs.replace(headers, object_name=name)
+    return await bus.publish_stored(subject, b"", headers.to_dict(msg_id), msg_id=msg_id)
 
 
 async def load_payload(bus: Bus, message: WorkMessage) -> bytes:

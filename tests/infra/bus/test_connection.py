@@ -104,14 +104,14 @@ async def test_another_message_in_flight_is_tried_again(bus, monkeypatch, msg_id
     nothing was stored that a repeat could find."""
     busy = from_answer({"code": 400, "err_code": 10164, "description": "in flight"}, RECORD)
     assert isinstance(busy, BusUnavailable)
-    ask, answers = bus.request, [busy, busy]
+    ask, answers = bus._ask, [busy, busy]
 
-    async def request(subject, *rest):
+    async def answer(subject, *rest):
         if subject == RECORD and answers:
             raise answers.pop()
         return await ask(subject, *rest)
 
-    monkeypatch.setattr(bus, "request", request)
+    monkeypatch.setattr(bus, "_ask", answer)
     stored = await bus.publish_stored(RECORD, b"a", msg_id=msg_id, expect_last_subject_seq=0)
     assert not stored.duplicate
     assert not answers
