@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from pipeline.budget import Budget
 from pipeline.degradation import error_of
 from pipeline.door_meter import DoorMeter
@@ -161,23 +163,25 @@ class Doorkeeper:
         """The place of a request that the budget has admitted; None: others are before it, or no
         worker has room soon, and it must :meth:`wait`."""
         ticket = _ticket(ask, self._forecast)
+        overtakes = self.room.overtakes(ticket)
         if not self.room.enter(ticket, self._clock()):
             return None
         self._meter.went(ticket)
-        return self._place(record, ask, ask.found)
+        return self._place(record, ask, ask.found, overtakes=overtakes)
 
     def place(self, record: RequestRecord, ask: Ask) -> PrefillPlace:
         """Where a request goes that has had its turn. What is held of its prompt is looked up anew:
         it may have waited for long."""
         return self._place(record, ask, None)
 
-    def _place(self, record: RequestRecord, ask: Ask, found: Found | None) -> PrefillPlace:
-        hurries = self.room.hurries(ask.served, ask.tenant)
-        place = self._placement.place_prefill(record, hurries=hurries, found=found)
+    def _place(
+        self, record: RequestRecord, ask: Ask, found: Found | None, *, overtakes: bool = False
+    ) -> PrefillPlace:
+        place = self._placement.place_prefill(record, hurries=overtakes, found=found)
         if place.worker != subjects.ANY:
             self._budget.place(ask.request_id)
             self.room.openings.sent(ask.request_id, ask.served, place.worker)
-        return place
+        return msgspec.structs.replace(place, overtakes=True) if overtakes else place
 
     async def wait(
         self, record: RequestRecord, ask: Ask, *, is_admitted: bool

@@ -16,7 +16,8 @@ tokens generated, for those are dearer. A request is charged when it is let go w
 as it is likely to generate, and corrected at its end. A tenant that begins to wait is lifted to
 ``CREDIT_TOKENS`` under the least counter that those who wait ever had: nobody saves up for later
 by being idle, and nobody pays for having been alone. The credit is for who uses less than its
-share: its next request would else wait until the others have had as much as its last one.
+share: its next request would else wait until the others have had as much as its last one. It may
+overtake, then, all who wait, and also those that lie in a worker's queue already.
 
 Source: Sheng et al., Fairness in Serving Large Language Models (OSDI 2024), algorithms 2 and 3;
 the credit is ours.
@@ -217,15 +218,14 @@ class FairQueue:
         found = self._tenants.get(tenant)
         return 0.0 if found is None else found.counter
 
-    def num_waiting_of(self, tenant: str) -> int:
-        """How many requests of ``tenant`` wait."""
-        found = self._tenants.get(tenant)
-        return 0 if found is None else found.num_waiting
-
-    @property
-    def num_tenants_waiting(self) -> int:
-        """How many tenants wait."""
-        return len(self._waiting)
+    def overtakes(self, ticket: Ticket) -> bool:
+        """Whether a request that comes now goes before all who wait: none has a higher priority,
+        and its tenant, of which nobody waits, was served less than any of theirs. While nobody
+        waits there is nobody to overtake."""
+        least = self._waiting.least()
+        if least is None or ticket.tenant in self._waiting or ticket.level < max(self._classes):
+            return False
+        return max(self.counter(ticket.tenant), self._floor()) < least
 
     def num_waiting_by_level(self) -> dict[int, int]:
         """How many requests wait, by priority."""
@@ -253,13 +253,20 @@ class FairQueue:
         if tenant is None:
             tenant = self._tenants[name] = _Tenant()
         if not tenant.num_waiting:
-            least = self._waiting.least()
-            reached = self.counter(self._last) if least is None else least
-            self._level = max(self._level, reached)
-            tenant.counter = max(tenant.counter, self._level - self._credit_tokens)
+            self._level = max(self._level, self._reached())
+            tenant.counter = max(tenant.counter, self._floor())
             self._idle.discard(name)
             self._waiting.put(name, tenant.counter)
         return tenant
+
+    def _reached(self) -> float:
+        """How far those are who wait, or who went last: the least counter."""
+        least = self._waiting.least()
+        return self.counter(self._last) if least is None else least
+
+    def _floor(self) -> float:
+        """Where a tenant is, at least, that begins to wait now."""
+        return max(self._level, self._reached()) - self._credit_tokens
 
     def _add(self, name: str, tokens: float) -> None:
         tenant = self._tenants.get(name)

@@ -54,6 +54,7 @@ class PrefillPlace(msgspec.Struct, frozen=True, kw_only=True):
     wait_ms: float = 0.0
     prefill_ms: float = 0.0
     num_cached: int = 0  # tokens of the prompt that the worker holds, as far as is known
+    overtakes: bool = False  # others that wait there
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):

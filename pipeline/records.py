@@ -87,6 +87,7 @@ def prefill_task(record: RequestRecord, place: PrefillPlace) -> Outgoing:
         reader=record.reader,
         record=record if len(record.prompt_ids) <= INLINE_IDS_BYTES else None,
         kv_sources=place.sources,
+        overtakes=place.overtakes,
     )
     return Outgoing(
         subject=subjects.prefill(record.served, place.worker),

@@ -5,7 +5,11 @@ is open (``pipeline/openings.py``) and the compute budget, if it told the reques
 for it. While the first may not go, nobody behind it does: what it waits for would else be used up
 by those who need less of it.
 
-    enter      it goes at once, if nobody waits and there is room
+Who is far behind its share does not wait for work of others to be done, neither here nor in a
+worker: it overtakes. How much may do so is bounded by the tenant's credit and by the workers'
+places, so the others lose little by it.
+
+    enter      it goes at once, if nobody waits and there is room, or if it overtakes
     push       it waits
     next_ready whose turn it is, once there is room; None: nobody's now
     leave      it is not to be served any more
@@ -83,11 +87,11 @@ class WaitingRoom:
             self._turn.append(served)
         return found
 
-    def hurries(self, served: str, tenant: str) -> bool:
-        """Whether none of ``tenant`` waits for a pool, and others do: to it the work that is saved
-        for those behind is worth nothing."""
-        queue = self._queues.get(served)
-        return queue is not None and len(queue) > 0 and not queue.num_waiting_of(tenant)
+    def overtakes(self, ticket: Ticket) -> bool:
+        """Whether a request that comes now goes before those who wait here, and before those that
+        lie in the queue of the worker that gets it."""
+        queue = self._queues.get(ticket.served)
+        return queue is not None and queue.overtakes(ticket)
 
     def has_ticket(self, request_id: str) -> bool:
         """Whether a request waits here."""
@@ -105,14 +109,19 @@ class WaitingRoom:
         self._blocked_s.pop(ticket.served, None)  # another may be the first now
 
     def enter(self, ticket: Ticket, now_s: float) -> bool:
-        """Let ``ticket`` go at once, when nobody waits and there is room.
+        """Let ``ticket`` go at once, when nobody waits and there is room; one that overtakes needs
+        a worker's place alone, however much lies before it there.
 
         Returns:
             Whether it went; else it has to be pushed.
         """
         queue = self.queue(ticket.served)
         self._come(ticket, now_s)
-        if len(queue) or self._opens_s(ticket.served, now_s) > now_s:
+        if queue.overtakes(ticket):
+            opens_s = self.openings.opens_s(ticket.served, now_s, math.inf)
+        else:
+            opens_s = math.inf if len(queue) else self._opens_s(ticket.served, now_s)
+        if opens_s > now_s:
             return False
         queue.charge(ticket)
         self._let_go(ticket)

@@ -13,6 +13,8 @@ from array import array
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import msgspec
+
 from loadgen.simulate.events import EventQueue
 from loadgen.simulate.request import Request
 from pipeline.budget import Budget
@@ -107,23 +109,32 @@ class VirtualDoor:
     ) -> None:
         room, now_s = self._room, self._queue.now_s
         ticket = self._ticket(ask)
+        overtakes = room is not None and room.overtakes(ticket)
         if room is None or (is_admitted and room.enter(ticket, now_s)):
-            self._place(request, record, ask.found)
+            self._place(request, record, ask.found, overtakes=overtakes)
             return
         self._waiters[request.request_id] = _Waiter(request, ask, is_admitted)
         room.push(ticket, now_s)
         self.look()
 
-    def _place(self, request: Request, record: RequestRecord, found: Found | None = None) -> None:
+    def _place(
+        self,
+        request: Request,
+        record: RequestRecord,
+        found: Found | None = None,
+        *,
+        overtakes: bool = False,
+    ) -> None:
         begun_ns = time.thread_time_ns()
-        hurries = self._room is not None and self._room.hurries(self._served, record.tenant)
-        place = self._minds.placement.place_prefill(record, hurries=hurries, found=found)
+        place = self._minds.placement.place_prefill(record, hurries=overtakes, found=found)
         self.decisions_s.append((time.thread_time_ns() - begun_ns) / 1e9)
         if place.worker != ANY:
             if self._minds.budget is not None:
                 self._minds.budget.place(request.request_id)
             if self._room is not None:
                 self._room.openings.sent(request.request_id, self._served, place.worker)
+        if overtakes:
+            place = msgspec.structs.replace(place, overtakes=True)
         self._exits.send_prefill(request, place)
 
     # ---- the budget ----------------------------------------------------------------------

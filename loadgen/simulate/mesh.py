@@ -93,7 +93,12 @@ class SimulatedMesh:
 
     def send_prefill(self, request: Request, place: PrefillPlace) -> None:
         """See :class:`loadgen.simulate.door.Exits`. Its record is written, then its task."""
-        task = Task(request=request, role="prefill", sources=place.sources)
+        task = Task(
+            request=request,
+            role="prefill",
+            sources=place.sources,
+            overtakes=place.overtakes,
+        )
         self.queue.after(2 * self.network.hop_s, self._offer, task, place.worker)
 
     def kv_ready(self, task: Task) -> None:

@@ -18,10 +18,12 @@ from pipeline.fleet import Fleet
 from pipeline.placement import PrefillPlace
 from pipeline.policy import FixedPolicies
 from pipeline.prefix_walk import Found
+from pipeline.records import prefill_task
 from pipeline.verdict import Admit, Ask, Refuse, Verdict, Wait
 from schemas.control import Placed
 from schemas.errors import OverBudget
 from schemas.kv import KvReady
+from schemas.prefill import PrefillTask
 from schemas.requests import RequestRecord
 from tests.conftest import Until
 from tests.pipeline.rig import SERVED, claim, record
@@ -222,6 +224,25 @@ async def test_what_others_place_counts(until: Until) -> None:
     assert rig.door.enter(one, ask) is None
     rig.door.hear_claim(claim("b0", "w1"))
     assert rig.door.enter(one, ask) is not None
+
+
+async def test_who_overtakes_goes_at_once_and_its_worker_is_told(until: Until) -> None:
+    """Beside a tenant whose requests wait; the task says that it is before what lies there."""
+    rig = Rig()
+    rig.open()
+    assert rig.door.enter(*rig.ask("big-0", "big")) == PrefillPlace(worker="w1")
+    rig.told.wait_ms["w1"] = 10_000.0
+    async with asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(rig.door.wait(*rig.ask("big-1", "big"), is_admitted=True))
+        await until(lambda: len(rig.door.room) == 1)
+        one, ask = rig.ask("small", "small")
+        place = rig.door.enter(one, ask)
+        assert place == PrefillPlace(worker="w1", overtakes=True)
+        task = prefill_task(one, place).message
+        assert isinstance(task, PrefillTask)
+        assert task.overtakes
+        rig.open()
+    assert waiting.result() == PrefillPlace(worker="w1")
 
 
 async def test_tenants_have_few_labels() -> None:

@@ -162,6 +162,44 @@ def test_a_crowd_of_new_tenants_has_one_credit_each() -> None:
     assert {queue.counter(f"new-{i}") for i in range(20)} == {level - 1000.0}
 
 
+def test_who_is_behind_its_share_overtakes_until_it_has_had_it() -> None:
+    """A tenant of which nobody waits, and for which less was done than for all who wait: as many
+    of its requests as its credit is worth."""
+    queue = FairQueue(credit_tokens=1000.0)
+    assert not queue.overtakes(ticket("b-0", "b")), "nobody waits"
+    for i in range(50):
+        queue.push(ticket(f"a-{i}", "a"))
+    popped(queue, 20)
+    num_ahead = 0
+    while queue.overtakes(one := ticket(f"b-{num_ahead}", "b")):
+        queue.charge(one)
+        num_ahead += 1
+        queue.check_invariants()
+    assert num_ahead == 1000 / (100 + OUTPUT_WEIGHT * 50)
+    assert not queue.overtakes(ticket("a-50", "a")), "its own requests are before it"
+    queue.push(ticket("b-waits", "b"))
+    assert not queue.overtakes(ticket("b-late", "b"))
+    assert queue.overtakes(ticket("c-0", "c"))
+
+
+def test_nobody_overtakes_a_higher_priority() -> None:
+    """However little was done for it; one of a higher priority than all overtakes."""
+    queue = queue_of(*(ticket(f"a-{i}", "a", priority=1) for i in range(2)))
+    popped(queue, 1)
+    assert not queue.overtakes(ticket("b", "b"))
+    assert queue.overtakes(ticket("b", "b", priority=1))
+    assert queue.overtakes(ticket("b", "b", priority=2))
+
+
+def test_a_question_changes_nothing() -> None:
+    """Whoever is asked about has no account, and is lifted only when it comes."""
+    queue = queue_of(ticket("a-0", "a"), ticket("a-1", "a"))
+    queue.pop(0.0)
+    queue.overtakes(ticket("b", "b"))
+    assert queue.counter("b") == 0.0
+    assert drained(queue) == ["a-1"]
+
+
 def test_who_was_alone_owes_nothing() -> None:
     """What was served while nobody else waited is not held against a tenant."""
     queue = FairQueue(credit_tokens=0.0)

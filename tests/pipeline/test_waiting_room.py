@@ -249,14 +249,32 @@ def test_less_lies_ahead_of_workers_while_several_tenants_come() -> None:
     assert let_go(room, later_s) == ["big-2"], "the other one has not come for long"
 
 
-def test_who_has_nobody_behind_it_hurries_where_others_wait() -> None:
-    """Its own requests behind it would gain by what it saves; somebody else's it need not serve."""
-    room = WaitingRoom(fleet_of("w1"), Told({"w1": 1000.0}), ahead_ms=AHEAD_MS)
-    assert not room.hurries(SERVED, "small"), "nobody waits"
+def test_who_overtakes_needs_a_place_alone() -> None:
+    """A tenant that uses less than its share goes at once, before those who wait, however much lies
+    ahead of the workers: it is before that, too. Its next ones wait when it had its share."""
+    told = Told({"w1": 5000.0})
+    room = WaitingRoom(fleet_of("w1"), told, ahead_ms=AHEAD_MS)
+    small = ticket("small-0", "small", num=10)
+    room.queue(SERVED).charge(ticket("big", "big"))
+    assert not room.overtakes(small), "nobody waits"
+    assert arrive(room, *(ticket(f"big-{i}", "big") for i in range(3))) == [False] * 3
+    assert room.overtakes(small)
+    assert not room.overtakes(ticket("small-0", "small", served="other@r1"))
+    assert arrive(room, small, ticket("big-3", "big")) == [True, False]
+    long = ticket("small-1", "small", num=100_000)
+    assert arrive(room, long, ticket("small-2", "small")) == [True, False]
+    told.wait_ms["w1"] = math.inf
+    assert arrive(room, ticket("third-0", "third")) == [False], "its worker is not heard"
+    room.check_invariants()
+
+
+def test_who_overtakes_waits_for_a_place() -> None:
+    """No worker gets more tasks than it has places for, by whatever right they come."""
+    room = WaitingRoom(fleet_of("w1"), Told({"w1": 5000.0}), ahead_ms=AHEAD_MS)
+    room.queue(SERVED).charge(ticket("big", "big"))
     room.push(ticket("big-0", "big"), NOW_S)
-    assert room.hurries(SERVED, "small")
-    assert not room.hurries(SERVED, "big")
-    assert not room.hurries("other@r1", "small")
+    went = arrive(room, *(ticket(f"t{i}", f"tenant-{i}") for i in range(40)))
+    assert went == [True] * 32 + [False] * 8
 
 
 def test_another_pools_tenants_are_no_company() -> None:
