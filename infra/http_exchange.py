@@ -4,18 +4,25 @@ ASGI tells of a client that left only to a task that waits for it, and takes eac
 in a message that may have to wait. With thousands of answers at once that is a task per answer, and
 most of what a part costs. :class:`BoundedProtocol` puts an exchange into the scope of each request;
 servers of others have none.
+
+What an exchange writes and what goes through ASGI's ``send`` are one answer, in one order: each of
+them takes up where the other stopped.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, MutableMapping
+import re
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 _EXTENSION = "mesh.exchange"
+_CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+
+Header = tuple[bytes, bytes]
 
 
 class Exchange:
@@ -25,7 +32,7 @@ class Exchange:
         watched: the exchanges of the connection that want to hear of its end.
     """
 
-    __slots__ = ("_cycle", "_flow", "_on_leave", "_transport", "_watched")
+    __slots__ = ("_cycle", "_flow", "_head", "_on_leave", "_transport", "_watched")
 
     def __init__(
         self,
@@ -38,6 +45,7 @@ class Exchange:
         self._flow = flow
         self._cycle = cycle
         self._watched = watched
+        self._head = b""  # of a stream that has begun, until its first part leaves
         self._on_leave: Callable[[], None] | None = None
 
     @classmethod
@@ -83,6 +91,82 @@ class Exchange:
         self._flow.resume_reading()
         return body
 
+    # --- the answer ---------------------------------------------------------------------------
+
+    @property
+    def _may_begin(self) -> bool:
+        cycle = self._cycle
+        return not (
+            self._flow.write_paused
+            or cycle.disconnected
+            or cycle.response_started
+            or cycle.scope["method"] == "HEAD"
+            or self._transport.is_closing()
+        )
+
+    def answer(self, status: int, headers: Sequence[Header], body: bytes) -> bool:
+        """Give a whole answer in one write.
+
+        Returns:
+            False when nothing was written: the connection is full, or gone, or an answer has begun,
+            or this is one without a body. ASGI's ``send`` waits, or knows what to do.
+
+        Raises:
+            ValueError: a header holds what would end it.
+        """
+        if not self._may_begin:
+            return False
+        length = (b"content-length", b"%d" % len(body))
+        self._begin(status, (*headers, length), is_chunked=False)
+        head, self._head = self._head, b""
+        self._transport.write(head + body)
+        self._end()
+        return True
+
+    def begin(self, status: int, headers: Sequence[Header]) -> bool:
+        """Begin a stream. Its head leaves with the first part, or with :meth:`flush`.
+
+        Returns:
+            False when it was not begun, as for :meth:`answer`.
+
+        Raises:
+            ValueError: a header holds what would end it.
+        """
+        if not self._may_begin:
+            return False
+        chunked = (b"transfer-encoding", b"chunked")
+        self._begin(status, (*headers, chunked), is_chunked=True)
+        return True
+
+    def _begin(self, status: int, headers: Sequence[Header], *, is_chunked: bool) -> None:
+        cycle = self._cycle
+        lines = [STATUS_LINE[status]]
+        for name, value in headers:
+            if _CONTROL.search(value):
+                raise ValueError(f"the header {name!r} can't hold {value!r}")
+            lines.append(b"%b: %b\r\n" % (name, value))
+        if (b"connection", b"close") in headers:
+            cycle.keep_alive = False
+        elif not cycle.keep_alive:
+            lines.append(b"connection: close\r\n")
+        lines.append(b"\r\n")
+        self._head = b"".join(lines)
+        cycle.response_started = True
+        cycle.waiting_for_100_continue = False
+        cycle.chunked_encoding = is_chunked
+
+    @property
+    def has_left(self) -> bool:
+        """Whether an answer has begun, and its head is on its way."""
+        return self._cycle.response_started and not self._head
+
+    def flush(self) -> None:
+        """Let the head of a stream leave by itself, if it has not."""
+        if self._head:
+            head, self._head = self._head, b""
+            if not self._cycle.disconnected:
+                self._transport.write(head)
+
     @property
     def is_writable(self) -> bool:
         """Whether :meth:`write` would write."""
@@ -96,7 +180,7 @@ class Exchange:
         )
 
     def write(self, data: bytes) -> bool:
-        """Write a part of an answer that is sent in chunks and has begun, at once.
+        """Write a part of a stream that has begun, at once; not an empty one.
 
         Returns:
             False when nothing was written: the connection is full, or gone, or this is another
@@ -104,5 +188,27 @@ class Exchange:
         """
         if not self.is_writable:
             return False
-        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        self._transport.write(b"%b%x\r\n%b\r\n" % (self._head, len(data), data))
+        self._head = b""
         return True
+
+    def finish(self, data: bytes) -> bool:
+        """Write the last part of a stream, and its end.
+
+        Returns:
+            False when nothing was written, as for :meth:`write`.
+        """
+        if not self.is_writable:
+            return False
+        self._transport.write(b"%b%x\r\n%b\r\n0\r\n\r\n" % (self._head, len(data), data))
+        self._head = b""
+        self._end()
+        return True
+
+    def _end(self) -> None:
+        cycle = self._cycle
+        cycle.response_complete = True
+        cycle.message_event.set()  # who waits for the client to leave has nothing to wait for
+        if not cycle.keep_alive:
+            self._transport.close()
+        cycle.on_response()

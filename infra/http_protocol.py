@@ -15,6 +15,7 @@ and its client might never see the answer.
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -99,12 +100,13 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.timeout_keep_alive = self.bounds.idle_s  # type: ignore[assignment]
         self._in_head = False  # between its first byte and the empty line
         self._in_body = False  # until the end of the message; at once where there is no body
         self._has_progress = False  # within the bytes at hand: what came before it is done
         self._fed_bytes = 0  # of an unfinished head; of a body since its last progress
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None  # for the rest of what has begun
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self._idle_since_s = math.inf  # by the loop's time; never while somebody is answered
         self._refusal: MeshError | None = None
         self._is_deaf = False  # closes after the answer on its way
         self._is_refused = False  # has been told; waits for the client to close
@@ -126,7 +128,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """It is gone."""
         self._stop_timer()
-        self._unset_keepalive_if_required()
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
         super().connection_lost(exc)
         for exchange in list(self._watched):
             exchange.tell()
@@ -135,7 +138,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Bytes of the client: parts of a request, one, or several."""
         if self._is_deaf:
             return
-        self._unset_keepalive_if_required()
+        self._idle_since_s = math.inf
         self._has_progress = False
         try:
             self._feed(data)
@@ -198,9 +201,16 @@ class BoundedProtocol(HttpToolsProtocol):
             self._stop_timer()
 
     def on_response_complete(self) -> None:
-        """An answer has been given; of its request, or of the next, a part may have come."""
-        super().on_response_complete()
-        self._wait_on()
+        """An answer has been given; of its request, or of the next, a part may have come. The next
+        request may have come as a whole: its answer begins then."""
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+        else:
+            self._wait_on()
 
     def _note_progress(self) -> None:
         self._has_progress = True
@@ -217,13 +227,25 @@ class BoundedProtocol(HttpToolsProtocol):
         """While nobody is answered: for the rest of what has begun, or for the next request."""
         if not self._is_quiet or self._timer is not None or self.transport.is_closing():
             return
-        self._unset_keepalive_if_required()
         if self._in_head or self._in_body:
+            self._idle_since_s = math.inf
             self._timer = self.loop.call_later(self.bounds.head_s, self._too_slow)
-        else:
-            self.timeout_keep_alive_task = self.loop.call_later(
-                self.bounds.idle_s, self.timeout_keep_alive_handler
-            )
+            return
+        self._idle_since_s = self.loop.time()
+        if self._idle_timer is None:
+            self._idle_timer = self.loop.call_later(self.bounds.idle_s, self._look_for_idleness)
+
+    def _look_for_idleness(self) -> None:
+        """One timer, set anew when it rings: requests that follow each other neither set nor stop
+        one."""
+        self._idle_timer = None
+        if self._idle_since_s == math.inf:
+            return  # whoever is answered sets it again
+        left_s = self._idle_since_s + self.bounds.idle_s - self.loop.time()
+        if left_s > 0:
+            self._idle_timer = self.loop.call_later(left_s, self._look_for_idleness)
+        elif not self.transport.is_closing():
+            self.transport.close()
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

@@ -157,25 +157,47 @@ class Call:
     ) -> None:
         """Send ``answer`` as JSON."""
         body = _encode(answer)
-        await self._start(status, [_JSON, (b"content-length", b"%d" % len(body)), *extra])
+        self.status = status
+        headers = [_JSON, *extra, *self._own_headers()]
+        if self._exchange is not None and self._exchange.answer(status, headers, body):
+            self._is_complete = True
+            return
+        headers.append((b"content-length", b"%d" % len(body)))
+        await self._send_head(status, headers)
         await self.write(body, last=True)
 
     async def respond_empty(self) -> None:
         """Send 204: there is nothing to say but in headers."""
-        await self._start(204, ())
+        self.status = 204
+        await self._send_head(204, self._own_headers())
         await self.write(b"", last=True)
 
     async def open_stream(self, failure_event: FailureEvent) -> None:
-        """Send the status and headers of a stream of events; ``failure_event`` makes the event
-        with which it ends should it fail."""
+        """Begin a stream of events; ``failure_event`` makes the event with which it ends should it
+        fail. Status and headers may leave with its first part: see :meth:`flush`."""
         self.is_stream = True
         self._failure_event = failure_event
-        await self._start(200, _STREAM)
+        self.status = 200
+        headers = [*_STREAM, *self._own_headers()]
+        if self._exchange is None or not self._exchange.begin(200, headers):
+            await self._send_head(200, headers)
+
+    def flush(self) -> None:
+        """Send the head of a stream whose first part has not come yet."""
+        if self._exchange is not None:
+            self._exchange.flush()
+
+    @property
+    def was_told(self) -> bool:
+        """Whether the client has the headers of an answer, as far as we know."""
+        return self.status > 0 and (self._exchange is None or self._exchange.has_left)
 
     async def write(self, data: bytes, *, last: bool = False) -> None:
-        """Send a part of the body; waits while the client's connection is full."""
-        if not last and self.write_now(data):
+        """Send a part of a stream, or the rest of a body; waits while the client's connection is
+        full."""
+        if self.write_now(data, last=last):
             return
+        self.flush()
         message: Message = {"type": "http.response.body", "body": data, "more_body": not last}
         await self._send(message)
         self._is_complete = last
@@ -185,9 +207,14 @@ class Call:
         """Whether a part of a stream could be sent without waiting."""
         return self._exchange is not None and self._exchange.is_writable
 
-    def write_now(self, data: bytes) -> bool:
+    def write_now(self, data: bytes, *, last: bool = False) -> bool:
         """Send a part of a stream if that needs no waiting; whether it was sent."""
-        return self._exchange is not None and self._exchange.write(data)
+        if self._exchange is None:
+            return False
+        if last:
+            self._is_complete = self._exchange.finish(data)
+            return self._is_complete
+        return self._exchange.write(data)
 
     async def fail(self, error: MeshError, retry_after_s: int) -> None:
         """Tell the client of ``error``: as the answer, or as the last event of a stream."""
@@ -212,19 +239,12 @@ class Call:
             extra.append((b"connection", b"close"))
         await self.respond(error.http_status, error_answer(error), extra)
 
-    async def _start(self, status: int, headers: Sequence[Header]) -> None:
-        self.status = status
-        await self._send(
-            {
-                "type": "http.response.start",
-                "status": status,
-                "headers": [
-                    *headers,
-                    *self.common_headers(),
-                    (b"openai-processing-ms", b"%d" % (self.age_s * 1000)),
-                ],
-            }
-        )
+    async def _send_head(self, status: int, headers: Sequence[Header]) -> None:
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    def _own_headers(self) -> list[Header]:
+        age_ms = b"%d" % (self.age_s * 1000)
+        return [*self.common_headers(), (b"openai-processing-ms", age_ms)]
 
     def common_headers(self) -> list[Header]:
         """What every answer carries. A request that brought no id and got none in the mesh gets

@@ -191,7 +191,7 @@ class Generator:
     ) -> bool:
         """Whether a request whose answer broke off may run on: its client asked for that, or
         somebody else reads it. A client that was told no id can't come back."""
-        if not call.status or not isinstance(ending, ClientLeft | ShuttingDown):
+        if not call.was_told or not isinstance(ending, ClientLeft | ShuttingDown):
             return False
         windows = self._services.windows
         if not window_s and windows.is_adopted(request_id):

@@ -25,6 +25,8 @@ Opener = Callable[[], Awaitable[Stream]]
 Sink = Callable[[int, Sequence[TokenDelta]], Awaitable[None]]
 Taker = Callable[[int, Sequence[TokenDelta]], bool]
 
+_HEAD_S = 0.2
+
 
 async def together(jobs: Sequence[Coroutine[Any, Any, None]]) -> None:
     """Run ``jobs`` side by side; the first MeshError cancels the others and is raised as it is."""
@@ -194,6 +196,9 @@ class Generation:
 class StreamedAnswer:
     """Writes events as their tokens come.
 
+    The head of the answer leaves with the first of them, in one write, or alone after ``_HEAD_S``:
+    a client that waits for its first token knows at least the request's id then.
+
     Args:
         metrics: where the pace of tokens is noted; None for a stream that is resumed, whose pace
             says nothing of the mesh.
@@ -217,6 +222,7 @@ class StreamedAnswer:
         self._last_token_s: dict[int, float] = {}  # by first choice of a prompt
         self._turn = asyncio.Lock()
         self._is_waiting = False  # to write what must go before all else
+        self._silence: asyncio.TimerHandle | None = None
 
     async def run(self) -> None:
         """Headers, all events, the end.
@@ -226,10 +232,10 @@ class StreamedAnswer:
         """
         await self._call.open_stream(self._events.failure)
         self._last_write_s = time.perf_counter()
-        one = self._generation.num_prompts == 1
-        self._watch_silence()
+        loop = asyncio.get_running_loop()
+        self._silence = loop.call_later(min(_HEAD_S, self._keep_alive_s), self._watch_silence)
         try:
-            if one:
+            if self._generation.num_prompts == 1:
                 await self._generation.run(self._write, self._write_now)
             else:
                 await self._generation.run(self._write_in_turn)
@@ -285,6 +291,7 @@ class StreamedAnswer:
     def _watch_silence(self) -> None:
         """A comment after each ``keep_alive_s`` without an event. One that finds the connection
         full is left out: there is enough on its way."""
+        self._call.flush()
         now_s = time.perf_counter()
         if now_s - self._last_write_s >= self._keep_alive_s:
             self._call.write_now(KEEP_ALIVE)

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
+
 from infra.http_exchange import Exchange
 from infra.http_server import bind, http_server
 
@@ -116,3 +118,90 @@ async def test_a_body_in_parts_is_not_whole() -> None:
             await app.begun.wait()
             assert app.body is None
             writer.close()
+
+
+class Direct(App):
+    """Answers by the exchange alone; what it does is the test's choice."""
+
+    def __init__(self, give: Callable[[Exchange], bool]) -> None:
+        super().__init__()
+        self.give = give
+        self.was_given: bool | None = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
+        exchange = self.exchange = Exchange.of(scope)
+        assert exchange is not None
+        self.was_given = self.give(exchange)
+        self.begun.set()
+        await self.may_end.wait()
+        if not self.was_given:
+            await send(START | {"headers": [(b"content-length", b"0")]})
+            await send(END)
+
+
+async def test_a_whole_answer_is_one_write_and_the_next_request_is_answered() -> None:
+    """Two requests that came together; on one connection, each with its length."""
+    app = Direct(lambda exchange: exchange.answer(200, [(b"x-a", b"1")], b"whole"))
+    app.may_end.set()
+    async with served(app) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request(b"one") + request(b"two"))
+        expected = b"HTTP/1.1 200 OK\r\nx-a: 1\r\ncontent-length: 5\r\n\r\nwhole"
+        assert await reader.readexactly(2 * len(expected)) == 2 * expected
+        writer.close()
+
+
+async def test_an_answer_without_a_body_is_left_to_asgi() -> None:
+    """A HEAD request has the headers of an answer and no body: nothing of it is written here."""
+    app = Direct(lambda exchange: exchange.answer(200, [], b"") or exchange.begin(200, []))
+    app.may_end.set()
+    async with served(app) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"HEAD / HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        assert app.was_given is False
+        writer.close()
+
+
+async def test_the_head_of_a_stream_leaves_with_its_first_part() -> None:
+    """Not before, unless it is let go alone; the last part brings the end with it. A connection
+    that is to close is told so, and closed."""
+    for alone in (False, True):
+        app = Direct(lambda exchange: exchange.begin(200, [(b"x-a", b"1")]))
+        async with served(app) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(request(b"", "connection: close\r\n"))
+            await app.begun.wait()
+            exchange = app.exchange
+            assert exchange is not None
+            assert not exchange.has_left
+            if alone:
+                exchange.flush()
+                await reader.readuntil(b"\r\n\r\n")
+            assert exchange.write(b"one")
+            assert exchange.has_left
+            assert exchange.finish(b"two")
+            assert not exchange.finish(b"three")
+            app.may_end.set()
+            answer = await reader.read()
+            assert answer.endswith(b"3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n")
+            assert (b"connection: close\r\n" in answer) is not alone
+            writer.close()
+
+
+async def test_no_header_ends_the_headers() -> None:
+    """A line break in a value is refused, and nothing of the answer is written."""
+
+    def give(exchange: Exchange) -> bool:
+        with pytest.raises(ValueError, match="x-a"):
+            exchange.begin(200, [(b"x-a", b"1\r\nx-b: 2")])
+        return False
+
+    app = Direct(give)
+    app.may_end.set()
+    async with served(app) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request(b""))
+        expected = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
+        assert await reader.readuntil(b"\r\n\r\n") == expected
+        writer.close()
