@@ -19,9 +19,6 @@
 #endif
 #endif
 
-// For what only runs well when its arrays are registers.
-#define MESH_INLINE inline __attribute__((always_inline))
-
 namespace mesh {
 
 inline __m256i splat_pair(const int16_t* pair) {

@@ -17,6 +17,9 @@
 #endif
 #endif
 
+// For what only runs well when its arrays are registers.
+#define MESH_INLINE inline __attribute__((always_inline))
+
 namespace mesh {
 
 constexpr int kWidth = MESH_VECTOR_WIDTH;
@@ -109,12 +112,10 @@ inline float max_lanes(Vec value) {
   return lanes[0];
 }
 
-// Lane i of the result is the sum of all lanes of rows[i].
-inline Vec sum_each(const Vec (&rows)[kWidth]) {
-  Vec fours[kWidth / 4];
-  for (int i = 0; i < kWidth / 4; ++i) {
-    const Vec *r = rows + 4 * i;
-    // Inside each group of four lanes: halves of two rows side by side, then quarters of four.
+// Sums of vectors' lanes, of four vectors at a time: `quads_of` gives the sums inside each group of
+// four lanes, of vector i in lane i of the group, and `join_quads` adds up the groups of as many
+// quads as make kWidth sums.
+inline Vec quads_of(const Vec (&rows)[4]) {
 #if MESH_VECTOR_WIDTH == 8
 #define MESH_SHUFFLE(a, b, k) \
   __builtin_shufflevector(a, b, k, k + 2, 8 + k, 10 + k, 4 + k, 6 + k, 12 + k, 14 + k)
@@ -123,20 +124,23 @@ inline Vec sum_each(const Vec (&rows)[kWidth]) {
   __builtin_shufflevector(a, b, k, k + 2, 16 + k, 18 + k, 4 + k, 6 + k, 20 + k, 22 + k, 8 + k, \
                           10 + k, 24 + k, 26 + k, 12 + k, 14 + k, 28 + k, 30 + k)
 #endif
-    const Vec first = MESH_SHUFFLE(r[0], r[1], 0) + MESH_SHUFFLE(r[0], r[1], 1);
-    const Vec second = MESH_SHUFFLE(r[2], r[3], 0) + MESH_SHUFFLE(r[2], r[3], 1);
-    fours[i] = MESH_SHUFFLE(first, second, 0) + MESH_SHUFFLE(first, second, 1);
+  // Halves of two rows side by side, then quarters of four.
+  const Vec first = MESH_SHUFFLE(rows[0], rows[1], 0) + MESH_SHUFFLE(rows[0], rows[1], 1);
+  const Vec second = MESH_SHUFFLE(rows[2], rows[3], 0) + MESH_SHUFFLE(rows[2], rows[3], 1);
+  return MESH_SHUFFLE(first, second, 0) + MESH_SHUFFLE(first, second, 1);
 #undef MESH_SHUFFLE
-  }
+}
+
+inline Vec join_quads(const Vec (&quads)[kWidth / 4]) {
 #if MESH_VECTOR_WIDTH == 8
-  return __builtin_shufflevector(fours[0], fours[1], 0, 1, 2, 3, 8, 9, 10, 11) +
-         __builtin_shufflevector(fours[0], fours[1], 4, 5, 6, 7, 12, 13, 14, 15);
+  return __builtin_shufflevector(quads[0], quads[1], 0, 1, 2, 3, 8, 9, 10, 11) +
+         __builtin_shufflevector(quads[0], quads[1], 4, 5, 6, 7, 12, 13, 14, 15);
 #else
 #define MESH_QUADS(a, b, i, j)                                                                  \
   __builtin_shufflevector(a, b, i, i + 1, i + 2, i + 3, j, j + 1, j + 2, j + 3, 16 + i, 17 + i, \
                           18 + i, 19 + i, 16 + j, 17 + j, 18 + j, 19 + j)
-  const Vec low = MESH_QUADS(fours[0], fours[1], 0, 8) + MESH_QUADS(fours[0], fours[1], 4, 12);
-  const Vec high = MESH_QUADS(fours[2], fours[3], 0, 8) + MESH_QUADS(fours[2], fours[3], 4, 12);
+  const Vec low = MESH_QUADS(quads[0], quads[1], 0, 8) + MESH_QUADS(quads[0], quads[1], 4, 12);
+  const Vec high = MESH_QUADS(quads[2], quads[3], 0, 8) + MESH_QUADS(quads[2], quads[3], 4, 12);
   return MESH_QUADS(low, high, 0, 8) + MESH_QUADS(low, high, 4, 12);
 #undef MESH_QUADS
 #endif
