@@ -52,12 +52,15 @@ class ChoiceView:
 
     def take(self, delta: TokenDelta) -> list[TokenDelta]:
         """Add a valid delta; return those that now follow the run, in order."""
-        if delta.number != len(self.token_ids):
-            if delta.number > self.next_number:
+        token_ids = self.token_ids
+        if delta.number != len(token_ids):
+            if delta.number > len(token_ids):
                 self.waiting.setdefault(delta.number, delta)
             return []
+        token_ids += delta.ids
+        if delta.finish_reason is not None:
+            self.finish_reason = delta.finish_reason
         ready = [delta]
-        self._extend(delta)
         while self.waiting and (following := self.waiting.pop(self.next_number, None)):
             ready.append(following)
             self._extend(following)

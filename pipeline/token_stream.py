@@ -14,7 +14,6 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
-    Mapping,
     Sequence,
 )
 from types import TracebackType
@@ -129,7 +128,10 @@ class StreamHub:
 
     def on_message(self, seq: int, subject: str, data: bytes) -> None:
         """One message of the reader, in stream order."""
-        _give(self._streams, seq, self._parts(data), TokenStream.take)
+        readers = self._streams.get
+        for part in self._parts(data):
+            for stream in readers(part.request_id, ()):
+                stream.take(seq, part)
 
     async def catch_up(
         self, streams: Sequence[TokenStream], past: AsyncGenerator[StoredMessage, None]
@@ -147,7 +149,9 @@ class StreamHub:
         async with contextlib.aclosing(past) as messages:
             async for message in messages:
                 last_seq = message.seq
-                _give(behind, last_seq, self._parts(message.data), TokenStream.apply)
+                for part in self._parts(message.data):
+                    for stream in behind.get(part.request_id, ()):
+                        stream.apply(last_seq, part)
         for stream in streams:
             stream.go_on(last_seq)
 
@@ -157,17 +161,6 @@ class StreamHub:
         except SchemaError:
             return ()  # from a newer peer: what we don't know we can't need
         return message.deltas if isinstance(message, TokenBatch) else (message,)
-
-
-def _give(
-    streams: Mapping[str, Sequence[TokenStream]],
-    seq: int,
-    parts: Sequence[Part],
-    how: Callable[[TokenStream, int, Part], None],
-) -> None:
-    for part in parts:
-        for stream in streams.get(part.request_id, ()):
-            how(stream, seq, part)
 
 
 class TokenStream:
@@ -305,10 +298,12 @@ class TokenStream:
 
     def take(self, seq: int, part: Part) -> None:
         """What came live, in stream order."""
-        if self._held is None:
-            self.apply(seq, part)
-        else:
+        if self._held is not None:
             self._held.append((seq, part))
+        elif type(part) is TokenDelta:  # nearly all are
+            self._apply_delta(part)
+        else:
+            self.apply(seq, part)
 
     def hold(self) -> None:
         """Begin anew: all that was heard is applied again, and what comes live waits for it."""
@@ -330,8 +325,9 @@ class TokenStream:
             self._apply_delta(part)
         elif isinstance(part, Accepted):
             self._accepted = part
-            self.deadline_unix_ms = part.deadline_unix_ms
-            self.disarm()
+            if part.deadline_unix_ms != self.deadline_unix_ms:
+                self.deadline_unix_ms = part.deadline_unix_ms
+                self.disarm()
             self._heard()
         else:
             self.view.apply_entry(seq, part)
@@ -342,15 +338,17 @@ class TokenStream:
         ready = self.view.apply_delta(delta)
         if self._from_number:
             ready = [d for d in ready if d.number + len(d.ids) > self._from_number]
-        if ready:
-            self._ready += ready
-            if self._has_begun:
-                self._hub.wakes.add(self._hand_on)
-            else:
-                self._has_begun = True
-                self._hand_on()
-            if len(self._ready) > self._max_ready and self._held is None:
-                self._overflow()
+        if not ready:
+            return
+        is_told = bool(self._ready)  # and then whoever reads has been, or will be in a round
+        self._ready += ready
+        if not self._has_begun:
+            self._has_begun = True
+            self._hand_on()
+        elif not is_told:
+            self._hub.wakes.add(self._hand_on)
+        if len(self._ready) > self._max_ready and self._held is None:
+            self._overflow()
 
     def _hand_on(self) -> None:
         """What is ready, to whoever follows, or to who waits."""

@@ -11,6 +11,8 @@ import re
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import msgspec
@@ -36,6 +38,12 @@ COMPLETION_MAX_TOKENS = 16  # what OpenAI's completions do when max_tokens is le
 MAX_STOPS = 4  # OpenAI's; the bus takes more
 NUM_IDS = 2**32  # ids travel in 32 bits; admission knows the vocabulary
 
+# Fields of the body that are called as those of ``SamplingParams``, and left to it when null.
+_NAMED = (
+    "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "min_tokens", "n",
+)  # fmt: skip
+_named_of = attrgetter(*_NAMED)
 _SCHEMA_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
 # A developer's message is OpenAI's newer name for the system's; chat templates know the older.
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -174,27 +182,55 @@ def _sampling(
     logprobs: int | None,
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
-    given = {
-        name: value
-        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty",
-                     "repetition_penalty", "min_tokens", "n", "seed")
-        if (value := getattr(body, name)) is not None
-    }  # fmt: skip
-    sampling = SamplingParams(
+    sampling = _plain_sampling(
+        _named_of(body),
         max_tokens=max_tokens,
         top_k=max(body.top_k or 0, 0),
-        logit_bias=_logit_bias(body.logit_bias or {}),
         stop=_stop(body.stop),
-        stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+    )
+    if body.seed is not None:
+        sampling = msgspec.structs.replace(sampling, seed=body.seed)
+    if not (body.logit_bias or body.stop_token_ids or body.response_format):
+        return sampling
+    sampling = msgspec.structs.replace(
+        sampling,
+        logit_bias=_logit_bias(body.logit_bias or {}),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
         response_format=_response_format(body.response_format),
-        **given,
     )
     check_sampling(sampling)
     check_token_ids("stop_token_ids", sampling.stop_token_ids, NUM_IDS)
     check_token_ids("logit_bias", tuple(sampling.logit_bias), NUM_IDS)
+    return sampling
+
+
+@lru_cache(256)
+def _plain_sampling(
+    named: tuple[Any, ...],
+    *,
+    max_tokens: int | None,
+    top_k: int,
+    stop: tuple[str, ...],
+    ignore_eos: bool,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> SamplingParams:
+    """What is neither nested nor, as a seed is, another one each time. Clients ask for the same
+    again and again, so it is checked once."""
+    given = {name: value for name, value in zip(_NAMED, named, strict=True) if value is not None}
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        top_k=top_k,
+        stop=stop,
+        ignore_eos=ignore_eos,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        **given,
+    )
+    check_sampling(sampling)
     return sampling
 
 

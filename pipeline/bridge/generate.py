@@ -55,14 +55,12 @@ class Generation:
     def __init__(self, openers: Sequence[Opener], n: int) -> None:
         self._openers = openers
         self._streams: dict[int, Stream] = {}  # by prompt
-        self._accepted: dict[int, Accepted] = {}
+        self._words: dict[int, Accepted] = {}
         self._ends: dict[int, StreamEnd] = {}
         self.n = n
-
-    @property
-    def num_prompts(self) -> int:
-        """How many prompts, and so token streams, there are."""
-        return len(self._openers)
+        self.num_prompts = len(openers)  # and so token streams
+        self.accepted: Sequence[Accepted] = ()  # what admission said, per prompt; after open()
+        self.prompt_tokens = 0  # of all prompts; after open()
 
     async def open(self, timeout_s: float) -> None:
         """Begin all streams and wait until admission has accepted their requests.
@@ -76,21 +74,13 @@ class Generation:
                 await together([self._open_one(i) for i in range(self.num_prompts)])
         except TimeoutError:
             raise NoCapacity(f"admission did not answer within {timeout_s:g} s") from None
+        self.accepted = [self._words[i] for i in range(self.num_prompts)]
+        self.prompt_tokens = sum(word.prompt_tokens for word in self.accepted)
 
     async def _open_one(self, prompt: int) -> None:
         stream = await self._openers[prompt]()
         self._streams[prompt] = stream
-        self._accepted[prompt] = await stream.accepted()
-
-    @property
-    def accepted(self) -> list[Accepted]:
-        """What admission said, per prompt; complete after :meth:`open`."""
-        return [self._accepted[i] for i in range(self.num_prompts)]
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Of all prompts."""
-        return sum(accepted.prompt_tokens for accepted in self.accepted)
+        self._words[prompt] = await stream.accepted()
 
     @property
     def echoes(self) -> list[str]:
@@ -139,7 +129,7 @@ class Generation:
         all, by the usage, when it is complete."""
         if self.is_complete:
             return self.usage.prompt_tokens + self.usage.completion_tokens
-        prompts = sum(accepted.prompt_tokens for accepted in self._accepted.values())
+        prompts = sum(word.prompt_tokens for word in self._words.values())
         return prompts + sum(stream.num_tokens for stream in self._streams.values())
 
     @property
@@ -175,8 +165,8 @@ class Generation:
 
         A bus that is away can't be told: the requests then end at their deadline.
         """
-        jobs = [self._close_one(one, reason, keeps, log) for one in self._streams.values()]
-        await together(jobs)
+        streams = self._streams.values()
+        await together([self._close_one(one, reason, keeps, log) for one in streams])
 
     @staticmethod
     async def _close_one(
@@ -271,6 +261,8 @@ class StreamedAnswer:
 
     def _events_of(self, first: int, deltas: Sequence[TokenDelta]) -> bytes:
         encode = self._events.delta
+        if len(deltas) == 1:
+            return encode(first + deltas[0].index, deltas[0])
         return b"".join([encode(first + delta.index, delta) for delta in deltas])
 
     def _note_write(self, first: int) -> None:

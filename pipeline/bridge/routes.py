@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 
 from starlette.types import Message, Receive, Scope, Send
 
 from infra.health import Health, health_app
+from infra.steady import Counter
 from pipeline.bridge.answers import model_list, model_object
 from pipeline.bridge.call import Call
 from pipeline.bridge.endpoints import ENDPOINTS, Generator, Services
@@ -51,6 +51,8 @@ class Bridge:
         self._limits = services.limits
         self._operations = health_app(process, health, services.metrics)
         self._open: set[Call] = set()
+        services.metrics.open_requests.set_function(lambda: len(self._open))
+        self._ended: dict[str, Counter] = {}  # by outcome: a closed set
         self._routes: dict[str, tuple[tuple[str, ...], Handler]] = {
             _MODELS: (_READ, self._list_models),
             _OPENAPI: (_READ, self._show_openapi),
@@ -120,8 +122,8 @@ class Bridge:
         outcome = RequestCancelled.code  # unless something below says otherwise
         try:
             self._identify(call)
-            with self._counted(call):
-                await self._route(call)(call)
+            self._enter(call)
+            await self._route(call)(call)
             outcome = str(call.facts.get("finish_reason", "ok"))
         except MeshError as error:
             outcome = error.code
@@ -133,6 +135,7 @@ class Bridge:
             )
             await self._refuse(call, MeshError("internal error; the server's log has more"))
         finally:
+            self._open.discard(call)
             call.permit.end(None)  # what did not come to its own end
             self._record(call, outcome)
 
@@ -142,19 +145,12 @@ class Bridge:
             call.facts |= {"key": permit.key_name, "tenant": permit.tenant}
         call.permit = permit
 
-    @contextmanager
-    def _counted(self, call: Call) -> Iterator[None]:
+    def _enter(self, call: Call) -> None:
         if self.is_draining:
             raise ShuttingDown("the server shuts down")
         if len(self._open) >= self._limits.max_open_requests:
             raise QueueFull(f"{len(self._open)} requests are open already")
         self._open.add(call)
-        self._services.metrics.open_requests.inc()
-        try:
-            yield
-        finally:
-            self._open.discard(call)
-            self._services.metrics.open_requests.dec()
 
     async def _refuse(self, call: Call, error: MeshError) -> None:
         if isinstance(error, ClientLeft):
@@ -163,7 +159,10 @@ class Bridge:
             await call.fail(error, self._limits.retry_after_s)
 
     def _record(self, call: Call, outcome: str) -> None:
-        self._services.metrics.requests_ended.labels(outcome).inc()
+        ended = self._ended.get(outcome)
+        if ended is None:
+            ended = self._ended[outcome] = self._services.metrics.requests_ended.labels(outcome)
+        ended.inc()
         if call.request_id and not call.is_resumed:
             self._services.metrics.e2e_seconds.observe(call.age_s)
         self._services.log.info(
