@@ -34,7 +34,7 @@ from pipeline.cost_model import FREE, chunk_squares, guess_decode, guess_prefill
 from schemas.profiles import StepCosts, WorkerProfile
 
 if TYPE_CHECKING:
-    from workers.engine.scheduler import Chunk
+    from workers.engine.api import ScheduledSequence
 
 _NEW = 1024  # steps that are not sorted yet
 _KEPT = 8  # steps of one shape
@@ -57,19 +57,15 @@ StepShape = tuple[int, int, int, int]
 _Noted = tuple[StepShape, float, float]
 
 
-def step_shape(chunks: Sequence[Chunk]) -> StepShape:
-    """Of a step that is scheduled and not yet completed: chunks of one position that follows others
-    are decodes."""
-    num_tokens = num_squares = context = num_sequences = 0
-    for chunk in chunks:
-        start, count = chunk.sequence.num_computed_tokens, chunk.count
-        if count == 1 and start:
-            num_sequences += 1
-            context += start + 1
-        else:
-            num_tokens += count
-            num_squares += chunk_squares(start, start + count)
-    return num_tokens, num_squares, context, num_sequences
+def step_shape(batch: Sequence[ScheduledSequence]) -> StepShape:
+    """Of a step: shares of one position that follows others are decodes."""
+    starts = [one.start for one in batch if one.count == 1 and one.start]
+    num_sequences, context = len(starts), sum(starts) + len(starts)
+    if num_sequences == len(batch):
+        return 0, 0, context, num_sequences
+    chunks = [one for one in batch if one.count != 1 or not one.start]
+    num_squares = sum(chunk_squares(one.start, one.start + one.count) for one in chunks)
+    return sum(one.count for one in chunks), num_squares, context, num_sequences
 
 
 class StepMeter:

@@ -59,7 +59,14 @@ class ActiveRequest:
         request, sampling = self.request, self.request.sampling
         output = OutputProcessor(vocabulary, request.prompt_ids, sampling.stop, sampling.min_tokens)
         matcher = grammars.matcher(sampling)
-        choice = Choice(self._sequence(index), output, sampling, info, matcher)
+        choice = Choice(
+            self._sequence(index),
+            output,
+            sampling,
+            info,
+            matcher,
+            is_held_next=request.hold_after_first,
+        )
         if request.finished and request.finished[index]:
             choice.finish_reason = request.finished[index]
         if request.tokens:

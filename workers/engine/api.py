@@ -60,7 +60,7 @@ class EngineRequest:
     overtakes: bool = False
 
 
-class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
+class TokenOutput(msgspec.Struct, frozen=True):
     """One new token of one choice, and the text that became visible with it.
 
     ``prompt_logprobs``: with token 0 of each choice, in the form of a ``TokenDelta``.
@@ -221,15 +221,16 @@ class EngineApi(Protocol):
         """Raise AssertionError when the books are wrong."""
 
 
-class ScheduledSequence(msgspec.Struct, frozen=True, kw_only=True):
-    """A sequence's share of one step: positions ``[start, start + count)`` are computed.
+class ScheduledSequence(msgspec.Struct, kw_only=True):
+    """A sequence's share of one step: positions ``[start, start + count)`` are computed. The engine
+    makes the next step's of the same object, so nobody keeps it; a runner changes nothing in it.
 
     ``block_table`` covers them all; position p lives in slot ``block_table[p // block_size]`` at
     offset ``p % block_size``. When ``sample`` is set, the logits of the last position give token
     number ``len(token_ids) - num_prompt_tokens`` of choice ``index``.
     """
 
-    token_ids: Seq[int]  # prompt and tokens so far; never changed by a runner
+    token_ids: Seq[int]  # prompt and tokens so far
     num_prompt_tokens: int
     block_table: Seq[int]
     start: int
@@ -254,7 +255,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True, kw_only=True):
         return range(self.start, max(self.start, end))
 
 
-class Sampled(msgspec.Struct, frozen=True, kw_only=True):
+class Sampled(msgspec.Struct, frozen=True):
     """One sampled token, or one that the prompt has; ``logprob`` and ``top`` only when the request
     asks for logprobs."""
 

@@ -1,98 +1,80 @@
-"""A step's chunks on a runner, and who is to blame when that fails."""
+"""A step's batch on a runner, and who is to blame when that fails."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 
 import structlog
 
 from schemas.errors import EngineFailed
-from workers.engine.active_request import ActiveRequest
-from workers.engine.api import Runner, RunnerLost, Sampled, ScheduledSequence
-from workers.engine.scheduler import Chunk
+from workers.engine.api import Runner, RunnerLost, Sampled
+from workers.engine.sequence import Sequence
+from workers.step_meter import StepShape
 
 _log = structlog.get_logger(__name__)
 
-Outcome = Sampled | Exception | None  # None: computed, nothing to sample
-Requests = Mapping[str, ActiveRequest]
+
+@dataclass(slots=True)
+class Computed:
+    """Who was computed, with the token of each, None where none was to be sampled; and whose
+    computing raised, with what."""
+
+    batch: list[Sequence] = field(default_factory=list)
+    tokens: list[Sampled | None] = field(default_factory=list)
+    failures: list[tuple[Sequence, Exception]] = field(default_factory=list)
+
+    def keep(self, is_wanted: Callable[[Sequence], bool]) -> None:
+        """Leave out whom nobody wants any more."""
+        pairs = zip(self.batch, self.tokens, strict=True)
+        kept = [(sequence, token) for sequence, token in pairs if is_wanted(sequence)]
+        self.batch = [sequence for sequence, _ in kept]
+        self.tokens = [token for _, token in kept]
 
 
-def execute(runner: Runner, chunks: Seq[Chunk], requests: Requests) -> list[Outcome]:
+def execute(runner: Runner, batch: list[Sequence]) -> Computed:
     """Run the batch. If that raises, run its sequences one by one to find the guilty ones:
     computing a position again writes the same KV, so nobody is harmed by the second run.
-
-    Args:
-        requests: by key, those that the chunks belong to.
-
-    Returns:
-        What came of each chunk, in order.
 
     Raises:
         RunnerLost: nothing can be computed any more.
     """
-    if not chunks:
-        return []
+    if not batch:
+        return Computed()
     try:
-        return _run(runner, chunks, requests)
+        return Computed(batch, _run(runner, batch))
     except RunnerLost:
         raise
     except Exception as error:
-        keys = [chunk.sequence.group.key for chunk in chunks]
+        keys = [sequence.group.key for sequence in batch]
         _log.error("batch_failed", keys=keys, exc_info=True)
-        if len(chunks) == 1:
-            return [error]
-    return [outcome for chunk in chunks for outcome in execute(runner, [chunk], requests)]
+        if len(batch) == 1:
+            return Computed(failures=[(batch[0], error)])
+    computed = Computed()
+    for sequence in batch:
+        alone = execute(runner, [sequence])
+        computed.batch += alone.batch
+        computed.tokens += alone.tokens
+        computed.failures += alone.failures
+    return computed
 
 
-def allowed_ids(chunk: Chunk, requests: Requests) -> bytes | None:
-    """What may come next, as ``ScheduledSequence.allowed``.
-
-    Raises:
-        EngineFailed: the grammar has lost its way.
-    """
-    active = requests.get(chunk.sequence.group.key)
-    if active is None or not chunk.samples:
-        return None
-    matcher = active.choices[chunk.sequence.index].matcher
-    return None if matcher is None else matcher.allowed()
-
-
-def prefilled(chunks: Seq[Chunk]) -> list[tuple[int, int]]:
-    """The positions ``[start, end)`` of each chunk of a step that is mostly prefill; of another
+def prefilled(batch: Seq[Sequence], shape: StepShape) -> list[tuple[int, int]]:
+    """The positions ``[start, end)`` of each share of a step that is mostly prefill; of another
     step, none."""
-    if sum([chunk.count for chunk in chunks]) < 8 * len(chunks):
+    num_tokens, _, _, num_sequences = shape
+    if num_tokens + num_sequences < 8 * len(batch):
         return []
-    starts = [chunk.sequence.num_computed_tokens for chunk in chunks]
-    return [(s, s + chunk.count) for s, chunk in zip(starts, chunks, strict=True)]
+    return [(one.start, one.start + one.count) for one in batch]
 
 
-def _run(runner: Runner, chunks: Seq[Chunk], requests: Requests) -> list[Outcome]:
-    batch = [
-        _scheduled(chunk, allowed_ids(chunk, requests) if chunk.sequence.group.has_format else None)
-        for chunk in chunks
-    ]
+def _run(runner: Runner, batch: Seq[Sequence]) -> list[Sampled | None]:
     sampled = runner.execute(batch)
-    num_wanted = sum([scheduled.sample for scheduled in batch])
+    num_wanted = sum([sequence.sample for sequence in batch])
     if len(sampled) != num_wanted:
         raise EngineFailed(f"the runner gave {len(sampled)} tokens, not one per sample")
     if num_wanted == len(batch):
         return list(sampled)
     tokens = iter(sampled)
-    return [next(tokens) if scheduled.sample else None for scheduled in batch]
-
-
-def _scheduled(chunk: Chunk, allowed: bytes | None) -> ScheduledSequence:
-    sequence, group = chunk.sequence, chunk.sequence.group
-    return ScheduledSequence(
-        token_ids=sequence.token_ids,
-        num_prompt_tokens=sequence.num_prompt_tokens,
-        block_table=sequence.block_table,
-        start=sequence.num_computed_tokens,
-        count=chunk.count,
-        sample=chunk.samples,
-        sampling=group.sampling,
-        index=sequence.index,
-        allowed=allowed,
-        scores=None if group.scores is None else group.scores_to_fill,
-    )
+    return [next(tokens) if sequence.sample else None for sequence in batch]

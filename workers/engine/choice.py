@@ -16,9 +16,11 @@ class Choice:
 
     Attributes:
         finish_reason: "stop" or "length" once it ended, else None.
-        has_sampled: whether a token was sampled here, not only taken over.
+        is_held_next: whether it is held after its next token.
+        has_sampled: whether that token has come.
         hides_token: whether its one token is no part of the answer, which is to have none.
         wants_logprob: whether its tokens are told with their logprobs.
+        is_plain: whether there is nothing to tell of its tokens but themselves and their text.
         matcher: what its tokens may be; None: anything.
     """
 
@@ -29,14 +31,19 @@ class Choice:
         sampling: SamplingParams,
         info: EngineInfo,
         matcher: Matcher | None = None,
+        *,
+        is_held_next: bool = False,
     ) -> None:
         self.sequence = sequence
         self.matcher = matcher
         self.finish_reason: str | None = None
+        self.is_held_next = is_held_next
         self.has_sampled = False
         self.hides_token = sampling.max_tokens == 0
         self.wants_logprob = sampling.logprobs is not None and not self.hides_token
+        self.is_plain = not self.wants_logprob and not is_held_next
         self._output = output
+        self._show = output.show if matcher is None else None
         self._min_length = sequence.num_prompt_tokens + sampling.min_tokens
         eos = frozenset() if sampling.ignore_eos else info.eos_token_ids
         self._end_ids = eos.union(sampling.stop_token_ids)
@@ -52,12 +59,19 @@ class Choice:
         without an eos and whatever ``min_tokens`` and ``ignore_eos`` say.
         """
         assert self.finish_reason is None, "a token after the end"
-        output, token_ids = self._output, self.sequence.token_ids
+        token_ids = self.sequence.token_ids
         token_ids.append(token_id)
+        length = len(token_ids)
+        if self._show is not None and length < self.max_length and token_id not in self._end_ids:
+            return self._show(token_id)
+        return self._accept(token_id, length)
+
+    def _accept(self, token_id: int, length: int) -> str:
+        """One that may be the last, or of a choice that takes a closer look."""
+        output = self._output
         if self.hides_token:
             self.finish_reason = "length"
             return ""
-        length = len(token_ids)
         if token_id in self._end_ids and length > self._min_length:
             self.finish_reason = "stop"
             return output.finish()

@@ -26,13 +26,14 @@ from workers.engine.api import (
     TokenOutput,
 )
 from workers.engine.arrivals import Arrivals
-from workers.engine.batch import allowed_ids, execute, prefilled
+from workers.engine.batch import Computed, execute, prefilled
 from workers.engine.block_pool import BlockPool
 from workers.engine.books import block_states, check_books
+from workers.engine.choice import Choice
 from workers.engine.grammar import Grammars
 from workers.engine.line import place_in_line
 from workers.engine.output import Vocabulary
-from workers.engine.scheduler import Chunk, EngineConfig, Scheduler
+from workers.engine.scheduler import EngineConfig, Scheduler, Step
 from workers.engine.sequence import Sequence, num_blocks_for
 from workers.kv.api import BlockEvents
 from workers.kv.mover import BlockMover
@@ -77,6 +78,8 @@ class Engine:
         self._vocabulary = vocabulary
         self.grammars = Grammars(vocabulary, self.info)
         self._requests: dict[str, ActiveRequest] = {}
+        self._choices: dict[Sequence, Choice] = {}  # of those, by what computes them
+        self._num_formats = 0  # of those, how many keep to a format
         self._ended: dict[str, ActiveRequest] = {}  # ended when they came; the next step says so
         self._reservations: dict[str, tuple[int, ...]] = {}
         self._num_arrived = 0
@@ -133,6 +136,8 @@ class Engine:
             self._ended[request.key] = active
             return
         self._requests[request.key] = active
+        self._choices.update((choice.sequence, choice) for choice in active.running_choices)
+        self._num_formats += active.group.has_format
         self._enqueue(active)
 
     def _enqueue(self, active: ActiveRequest) -> None:
@@ -175,7 +180,9 @@ class Engine:
         self._ended.pop(key, None)
         active = self._requests.pop(key, None)
         if active is not None:
+            self._num_formats -= active.group.has_format
             for sequence in active.sequences:
+                self._choices.pop(sequence, None)
                 self.scheduler.remove(sequence)
 
     # ---- the step ------------------------------------------------------------------------
@@ -193,86 +200,116 @@ class Engine:
         report = StepReport()
         report.finished += [ended.finished() for ended in self._ended.values()]
         self._ended.clear()
-        chunks = self.scheduler.schedule()
-        self._is_stalled = not chunks
-        chunks = self._find_allowed(self._copy_blocks(chunks, report), report)
-        shape = step_shape(chunks)
-        with self.pace.step(prefilled(chunks)):
-            outcomes = execute(self.runner, chunks, self._requests)
-        for chunk, outcome in zip(chunks, outcomes, strict=True):
-            active = self._requests.get(chunk.sequence.group.key)
-            if active is None:
-                continue  # another choice of the same request failed in this step
-            if isinstance(outcome, Exception):
-                self._fail(active, outcome, report)
-                continue
-            report.num_computed_tokens += chunk.count
-            self.scheduler.complete(chunk)
-            has_ended = outcome is not None and self._take_token(active, chunk, outcome, report)
-            if has_ended or active.request.hold_after_first:
-                self._settle(active, report)
-        self.meter.note(shape, self.pace.clock() - started_s)
+        step = self.scheduler.schedule()
+        batch = step.batch
+        self._is_stalled = not batch
+        if step.forks:
+            batch = self._copy_blocks(step, report)
+        if self._num_formats:
+            batch = self._find_allowed(batch, report)
+        computed = self._compute(batch, started_s)
+        if computed.failures:
+            self._take_failures(computed, report)
+        report.num_computed_tokens = sum([sequence.count for sequence in computed.batch])
+        self.scheduler.complete(computed.batch)
+        self._take_tokens(computed, report)
         return report
 
-    def _copy_blocks(self, chunks: list[Chunk], report: StepReport) -> list[Chunk]:
-        """Do the copies with which forks begin; returns the chunks that can run."""
-        forks = [chunk for chunk in chunks if chunk.copy is not None]
-        if not forks:
-            return chunks
-        for chunk in forks:
-            active = self._requests.get(chunk.sequence.group.key)
-            if chunk.copy is None or active is None:
+    def _compute(self, batch: list[Sequence], began_s: float) -> Computed:
+        """Run a step that began then, and learn from how long it took."""
+        shape = step_shape(batch)
+        started_s = self.pace.clock()
+        computed = execute(self.runner, batch)
+        ended_s = self.pace.clock()
+        if chunks := prefilled(batch, shape):
+            self.pace.prefill.observe(chunks, ended_s - started_s)
+        self.meter.note(shape, ended_s - began_s)
+        return computed
+
+    def _copy_blocks(self, step: Step, report: StepReport) -> list[Sequence]:
+        """Do the copies with which forks begin; returns who can run."""
+        for sequence in step.forks:
+            active = self._requests.get(sequence.group.key)
+            if sequence.copy is None or active is None:
                 continue
             try:
-                self.runner.copy_block(*chunk.copy)
+                self.runner.copy_block(*sequence.copy)
             except Exception as error:
                 _log.error("block_copy_failed", key=active.key, exc_info=True)
                 self._fail(active, error, report)
-        return [chunk for chunk in chunks if chunk.sequence.group.key in self._requests]
+        return [one for one in step.batch if one.group.key in self._requests]
 
-    def _find_allowed(self, chunks: list[Chunk], report: StepReport) -> list[Chunk]:
-        """Let each grammar say what may come next; returns the chunks that can run."""
-        bound = [chunk for chunk in chunks if chunk.sequence.group.has_format]
-        if not bound:
-            return chunks
-        for chunk in bound:
+    def _find_allowed(self, batch: list[Sequence], report: StepReport) -> list[Sequence]:
+        """Let each grammar say what may come next; returns who can run."""
+        for sequence in batch:
+            active = self._requests.get(sequence.group.key)
+            if active is None or not sequence.sample or not sequence.group.has_format:
+                continue
+            matcher = active.choices[sequence.index].matcher
             try:
-                allowed_ids(chunk, self._requests)
+                sequence.allowed = None if matcher is None else matcher.allowed()
             except EngineFailed as error:
-                self._fail(self._requests[chunk.sequence.group.key], error, report)
-        return [chunk for chunk in chunks if chunk.sequence.group.key in self._requests]
+                self._fail(active, error, report)
+        return [one for one in batch if one.group.key in self._requests]
 
-    def _take_token(
-        self, active: ActiveRequest, chunk: Chunk, sampled: Sampled, report: StepReport
-    ) -> bool:
-        """Report a sampled token; whether its choice has ended with it."""
-        sequence = chunk.sequence
-        choice = active.choices[sequence.index]
-        number = len(sequence.token_ids) - sequence.num_prompt_tokens
-        text = choice.accept(sampled.token_id)
-        choice.has_sampled = True
-        scores = active.group.scores if number == 0 else None
-        report.outputs.append(
-            TokenOutput(
-                key=active.key,
-                index=sequence.index,
-                number=number,
-                token_id=sampled.token_id,
-                text=text,
-                finish_reason=choice.finish_reason,
-                logprob=self._vocabulary.logprob(sampled) if choice.wants_logprob else None,
-                prompt_logprobs=None if scores is None else scores.logprobs(self._vocabulary),
-            )
+    def _take_failures(self, computed: Computed, report: StepReport) -> None:
+        """Fail the requests of which a sequence failed, as a whole."""
+        for sequence, error in computed.failures:
+            active = self._requests.get(sequence.group.key)
+            if active is not None:
+                self._fail(active, error, report)
+        computed.keep(lambda sequence: sequence.group.key in self._requests)
+
+    def _take_tokens(self, computed: Computed, report: StepReport) -> None:
+        """Report sampled tokens, and the ends and holds that they bring."""
+        choices, outputs = self._choices, report.outputs
+        for sequence, sampled in zip(computed.batch, computed.tokens, strict=True):
+            choice = choices.get(sequence)
+            if choice is None or sampled is None:  # no token: a root, or a part of a prompt
+                self._settle_root(sequence, report)
+                continue
+            token_id = sampled.token_id
+            number = len(sequence.token_ids) - sequence.num_prompt_tokens
+            text = choice.accept(token_id)
+            if number and choice.is_plain and choice.finish_reason is None:
+                key = sequence.group.key
+                outputs.append(TokenOutput(key, sequence.index, number, token_id, text))
+                continue
+            outputs.append(self._output(choice, sampled, number, text))
+            if choice.finish_reason is not None or choice.is_held_next:
+                self._end_or_hold(choice, report)
+
+    def _output(self, choice: Choice, sampled: Sampled, number: int, text: str) -> TokenOutput:
+        """Of a token with more to say than most."""
+        sequence = choice.sequence
+        scores = sequence.group.scores if number == 0 else None
+        return TokenOutput(
+            key=sequence.group.key,
+            index=sequence.index,
+            number=number,
+            token_id=sampled.token_id,
+            text=text,
+            finish_reason=choice.finish_reason,
+            logprob=self._vocabulary.logprob(sampled) if choice.wants_logprob else None,
+            prompt_logprobs=None if scores is None else scores.logprobs(self._vocabulary),
         )
-        if choice.finish_reason is not None:
-            self.scheduler.remove(sequence)
-            return True
-        if active.request.hold_after_first:
-            if active.group.root is None:
-                self.scheduler.park(sequence)  # its blocks are what will be held
-            else:
-                self.scheduler.remove(sequence)  # those of the root are
-        return False
+
+    def _end_or_hold(self, choice: Choice, report: StepReport) -> None:
+        """It has ended, or all its tokens that are to come from here."""
+        sequence = choice.sequence
+        active = self._requests[sequence.group.key]
+        choice.has_sampled = True
+        if choice.finish_reason is not None or active.group.root is not None:
+            self.scheduler.remove(sequence)  # the blocks of the root are what will be held
+        else:
+            self.scheduler.park(sequence)  # its own are
+        self._settle(active, report)
+
+    def _settle_root(self, sequence: Sequence, report: StepReport) -> None:
+        """The prompt of a request may be computed for which that alone is held."""
+        active = self._requests.get(sequence.group.key)
+        if active is not None and active.request.hold_after_first:
+            self._settle(active, report)
 
     def _settle(self, active: ActiveRequest, report: StepReport) -> None:
         """Report the request's end, or that it is held, when this step brought it."""

@@ -197,19 +197,22 @@ class Detokenizer:
         self._held: list[int] = []  # pushed, not shown
         self._context: list[int] = []
         self._context_text = ""
+        self._last: int | None = None  # shown by itself since: then it alone is the context
 
     def push(self, token_id: int) -> str:
         """The text that became certain with this token, often that of the token itself."""
         piece = self._pieces[token_id]
-        if piece is not None and not self._held:
-            if piece:
-                self._context, self._context_text = [token_id], piece
-                self._prompt_tail = ()
-            return piece
+        if piece is None or self._held:
+            return self._push_to_held(token_id)
+        if piece:
+            self._last = token_id
+        return piece
+
+    def _push_to_held(self, token_id: int) -> str:
+        """One that does not stand by itself, or comes behind such."""
         if self._vocabulary.is_silent(token_id):
             return ""
-        if self._prompt_tail:
-            self._take_prompt_tail()
+        self._take_context()
         self._held.append(token_id)
         text = self._vocabulary.decode(self._context + self._held)
         if text.endswith(REPLACEMENT) and len(self._held) < _MAX_HELD_TOKENS:
@@ -231,10 +234,14 @@ class Detokenizer:
         self._held = []
         return piece
 
-    def _take_prompt_tail(self) -> None:
+    def _take_context(self) -> None:
         """Only tokens that do not stand by themselves ask for what is before them."""
         tail, self._prompt_tail = self._prompt_tail, ()
-        self._move_context([t for t in tail if not self._vocabulary.is_silent(t)])
+        if self._last is not None:
+            self._context, self._context_text = [self._last], self._pieces[self._last] or ""
+            self._last = None
+        elif tail:
+            self._move_context([t for t in tail if not self._vocabulary.is_silent(t)])
 
     def _move_context(self, token_ids: list[int]) -> None:
         text = self._vocabulary.decode(token_ids)
@@ -248,6 +255,9 @@ class OutputProcessor:
 
     Text that could still turn into a stop string is held back. The text of the first
     ``min_tokens`` tokens is shown as it comes and takes no part in stop strings.
+
+    Attributes:
+        show: :meth:`push` for one without stop strings, which never stops.
     """
 
     def __init__(
@@ -261,6 +271,7 @@ class OutputProcessor:
         self._stop = tuple(text for text in stop if text)
         self._num_exempt = min_tokens
         self._pending = ""  # text that is the beginning of a stop string, or empty
+        self.show = None if self._stop else self._detokenizer.push
 
     def push(self, token_id: int) -> tuple[str, bool]:
         """One more token that is no end of the answer.
@@ -273,7 +284,7 @@ class OutputProcessor:
         if self._num_exempt:
             self._num_exempt -= 1
             return piece, False
-        return self._search(piece) if self._stop else (piece, False)
+        return self._search(piece)
 
     def finish(self) -> str:
         """The answer ended without a stop string: what was held back."""

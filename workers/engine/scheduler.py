@@ -19,10 +19,9 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import chain
-
-import msgspec
 
 from schemas.errors import ConfigError
 from workers.engine.block_pool import BlockPool
@@ -52,44 +51,44 @@ class EngineConfig:
             )
 
 
-class Chunk(msgspec.Struct, frozen=True):
-    """One sequence's share of a step: ``count`` positions from its counter on.
+@dataclass(slots=True)
+class Step:
+    """A step, in the making and made.
 
-    ``samples``: the step reaches the last position, whose logits give the next token.
-    ``copy`` (source slot, target slot) is to be done before the step runs. Copies keep the order of
-    chunks: a source may be free by now, and be the target of a later one.
+    Attributes:
+        batch: who computes; what, say the ``start``, ``count`` and ``sample`` of each: from its
+            counter on so many positions, and whether the last one's logits give the next token.
+        forks: those of them with a ``copy`` to be done before. In order, for a source may be free
+            by now, and be the target of a later one.
+        budget: positions that it still has room for.
     """
 
-    sequence: Sequence
-    count: int
-    samples: bool
-    copy: tuple[int, int] | None = None
-
-
-@dataclass(slots=True)
-class _Plan:
-    """A step in the making."""
-
     budget: int
-    chunks: dict[Sequence, Chunk] = field(default_factory=dict)
+    batch: list[Sequence] = field(default_factory=list)
+    forks: list[Sequence] = field(default_factory=list)
 
     def add(self, sequence: Sequence, count: int, copy: tuple[int, int] | None = None) -> None:
-        """Have ``count`` positions computed; the end of a prompt that overtakes closes the step."""
+        """Let it compute ``count`` positions. The rest of a prompt that overtakes closes the
+        step."""
+        group = sequence.group
         is_last = count == sequence.num_uncomputed_tokens
-        closes = is_last and sequence.group.overtakes and not sequence.is_decoding
-        samples = is_last and sequence.index != ROOT
-        self.chunks[sequence] = Chunk(sequence, count, samples, copy)
+        closes = is_last and group.overtakes and not sequence.is_decoding
+        sequence.start, sequence.count = sequence.num_computed_tokens, count
+        sequence.sample = is_last and sequence.index != ROOT
+        sequence.scores = None if group.scores is None else group.scores_to_fill
+        sequence.copy = copy
+        if copy is not None:
+            self.forks.append(sequence)
+        self.batch.append(sequence)
         self.budget = 0 if closes else self.budget - count
 
-    def add_token(self, sequence: Sequence) -> None:
-        """What :meth:`add` does for one that decodes, which most do in most steps."""
-        self.chunks[sequence] = Chunk(sequence, 1, sequence.index != ROOT)
-        self.budget -= 1
-
     def drop(self, sequence: Sequence) -> None:
-        chunk = self.chunks.pop(sequence, None)
-        if chunk is not None:
-            self.budget += chunk.count
+        """Let it compute nothing after all."""
+        if sequence in self.batch:
+            self.batch.remove(sequence)
+            self.budget += sequence.count
+        if sequence in self.forks:
+            self.forks.remove(sequence)
 
 
 class Scheduler:
@@ -147,54 +146,68 @@ class Scheduler:
         """Slots that running sequences still need for tokens they have: prompts half computed."""
         return sum(max(0, self._num_missing(sequence)) for sequence in self.running)
 
-    def complete(self, chunk: Chunk) -> None:
-        """The chunk was computed."""
-        sequence, size = chunk.sequence, self.pool.block_size
-        before = sequence.num_computed_tokens
-        sequence.num_computed_tokens = after = before + chunk.count
-        if before // size != after // size:
-            self._register(sequence, before)
-        if sequence.index == ROOT and sequence.num_uncomputed_tokens == 0:
-            self.park(sequence)
+    def complete(self, batch: Seq[Sequence]) -> None:
+        """What the step planned for these was computed."""
+        size = self.pool.block_size
+        for sequence in batch:
+            before = sequence.start
+            sequence.num_computed_tokens = after = before + sequence.count
+            if before // size != after // size:
+                self._register(sequence, before)
+            if sequence.index == ROOT and sequence.num_uncomputed_tokens == 0:
+                self.park(sequence)
 
     # ---- the decision --------------------------------------------------------------------
 
-    def schedule(self) -> list[Chunk]:
+    def schedule(self) -> Step:
         """The next step: what runs already, decodes first, then what starts, in that order.
 
-        Empty: nothing can run until something is added or released.
+        Its batch is empty: nothing can run until something is added or released.
         """
-        plan = _Plan(self.config.max_batch_tokens)
-        size = self.pool.block_size
-        decoding: list[Sequence] = []
+        step = Step(self.config.max_batch_tokens)
         others: list[Sequence] = []
-        for sequence in self.running:
-            (decoding if sequence.is_decoding else others).append(sequence)
-        for sequence in decoding:
-            if sequence.num_computed_tokens < len(sequence.block_table) * size:
-                plan.add_token(sequence)
-            elif sequence.block_table:
-                self._extend(sequence, 1, plan)
+        for sequence in self._decodes(step, others):
+            if sequence.block_table:  # else one before it took them
+                self._extend(sequence, 1, step)
         for sequence in others:
-            self._admit_in_order(plan, before=sequence)
-            if sequence.block_table and plan.budget:
-                count = min(sequence.num_uncomputed_tokens, plan.budget)
-                self._extend(sequence, count, plan)
-        self._admit_in_order(plan)
-        if not plan.chunks and self.waiting:
-            self._admit_by_force(self.waiting[0], plan)
+            self._admit_in_order(step, before=sequence)
+            if sequence.block_table and step.budget:
+                count = min(sequence.num_uncomputed_tokens, step.budget)
+                self._extend(sequence, count, step)
+        self._admit_in_order(step)
+        if not step.batch and self.waiting:
+            self._admit_by_force(self.waiting[0], step)
         if self.waiting:
             self._prefetch()
-        return list(plan.chunks.values())
+        return step
 
-    def _extend(self, sequence: Sequence, count: int, plan: _Plan) -> None:
+    def _decodes(self, step: Step, others: list[Sequence]) -> list[Sequence]:
+        """Add what decodes and has a slot for it, which is nearly all in nearly all steps, and put
+        what does not decode into ``others``; returns what decodes but needs another slot."""
+        size, batch = self.pool.block_size, step.batch
+        without: list[Sequence] = []
+        for sequence in self.running:
+            num_computed = sequence.num_computed_tokens
+            if not num_computed or len(sequence.token_ids) != num_computed + 1:
+                others.append(sequence)
+            elif num_computed >= len(sequence.block_table) * size:
+                without.append(sequence)
+            elif sequence.scores is not None or sequence.index == ROOT:
+                step.add(sequence, 1)
+            else:
+                sequence.start, sequence.count, sequence.sample = num_computed, 1, True
+                batch.append(sequence)
+                step.budget -= 1
+        return without
+
+    def _extend(self, sequence: Sequence, count: int, step: Step) -> None:
         """Get slots for the next ``count`` positions, if need be those of younger sequences."""
         while not self._grow(sequence, count):
             victim = self._victim(sequence)
-            self._preempt(victim or sequence, plan)
+            self._preempt(victim or sequence, step)
             if victim is None:
                 return
-        plan.add(sequence, count)
+        step.add(sequence, count)
 
     def _grow(self, sequence: Sequence, count: int) -> bool:
         end = sequence.num_computed_tokens + count
@@ -210,30 +223,30 @@ class Scheduler:
 
     # ---- starting ------------------------------------------------------------------------
 
-    def _admit_in_order(self, plan: _Plan, before: Sequence | None = None) -> None:
+    def _admit_in_order(self, step: Step, before: Sequence | None = None) -> None:
         """Start who waits; with ``before`` those who are older than that one, as far as all who run
         keep the room that they still need."""
-        while self.waiting and plan.budget and len(self.running) < self.config.max_num_sequences:
+        while self.waiting and step.budget and len(self.running) < self.config.max_num_sequences:
             head = self.waiting[0]
             if before is not None:
                 if head.age > before.age:
                     return
                 if self._num_missing(head) > self.pool.num_available - self.num_promised():
                     return
-            if not self._admit(head, plan):
+            if not self._admit(head, step):
                 return
 
-    def _admit_by_force(self, head: Sequence, plan: _Plan) -> None:
+    def _admit_by_force(self, head: Sequence, step: Step) -> None:
         """Nothing runs, so only parked roots, and KV of those further back in line, can be in the
         head's way."""
         assert not self.running, "a running sequence was neither planned nor preempted"
-        while not self._admit(head, plan):
+        while not self._admit(head, step):
             victim = None if self.reuse.is_coming(head) else self._victim(head)
             if victim is None:
                 return
-            self._preempt(victim, plan)
+            self._preempt(victim, step)
 
-    def _admit(self, sequence: Sequence, plan: _Plan) -> bool:
+    def _admit(self, sequence: Sequence, step: Step) -> bool:
         """Start it if all its tokens find room, and none of its blocks is still to come. Budget is
         left, so what runs has its room."""
         has_import = bool(sequence.block_table)
@@ -250,10 +263,10 @@ class Scheduler:
             self._grow(sequence, 0)  # the target of the copy
             copy = (source, sequence.block_table[-1])
         self._start(sequence)
-        count = min(sequence.num_uncomputed_tokens, plan.budget)
+        count = min(sequence.num_uncomputed_tokens, step.budget)
         has_room = self._grow(sequence, count)
         assert has_room, "room was counted before"
-        plan.add(sequence, count, copy)
+        step.add(sequence, count, copy)
         return True
 
     def _start(self, sequence: Sequence) -> None:
@@ -294,9 +307,9 @@ class Scheduler:
         youngest = max(owners, key=_age, default=requester)
         return youngest if youngest.age > requester.age else None
 
-    def _preempt(self, sequence: Sequence, plan: _Plan) -> None:
+    def _preempt(self, sequence: Sequence, step: Step) -> None:
         """Take its blocks; what must be computed again goes back to its place in line."""
-        plan.drop(sequence)
+        step.drop(sequence)
         if sequence in self.parked and _is_short_cut(sequence):
             self._drop_root(sequence.group)
             return

@@ -17,8 +17,11 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+import msgspec
+
 from pipeline.prefix_hash import block_hash
 from schemas.requests import SamplingParams
+from workers.engine.api import ScheduledSequence
 from workers.engine.prompt_scores import PromptScores
 
 ROOT = -1  # the index of a root, which is no choice
@@ -53,25 +56,31 @@ class Group:
         return self.scores if self.scores is not None and not self.scores.is_complete else None
 
 
-@dataclass(eq=False, slots=True, kw_only=True)
-class Sequence:
-    """One choice (or the root) of a request.
+class Sequence(ScheduledSequence, eq=False, kw_only=True):
+    """One choice (or the root) of a request, and its share of the step that the scheduler planned
+    last: one object for both, for most are in every step.
 
     Slot ``block_table[i]`` has positions ``[i * block_size, (i + 1) * block_size)``. The table
     covers the computed tokens and may reach further.
     """
 
     group: Group
-    index: int
     token_ids: list[int]  # prompt and tokens so far
-    num_prompt_tokens: int
-    block_table: list[int] = field(default_factory=list)
+    block_table: list[int] = msgspec.field(default_factory=list)
     num_computed_tokens: int = 0
+    start: int = 0
+    count: int = 0
+    sample: bool = False
+    sampling: SamplingParams = SamplingParams()  # those of the group
+    copy: tuple[int, int] | None = None  # source and target slot, before the step runs
     has_started: bool = False
     has_looked_below: bool = False  # into the host tier, before its turn
     num_promotions: int = 0  # begun for it, since it last owned blocks
-    promoted: set[bytes] = field(default_factory=set)  # blocks that they brought
-    _hashes: list[bytes] = field(default_factory=list)
+    promoted: set[bytes] = msgspec.field(default_factory=set)  # blocks that they brought
+    hashes: list[bytes] = msgspec.field(default_factory=list)  # see prefix_hashes()
+
+    def __post_init__(self) -> None:
+        self.sampling = self.group.sampling
 
     @property
     def is_root(self) -> bool:
@@ -101,12 +110,12 @@ class Sequence:
 
     def prefix_hashes(self, num_blocks: int, block_size: int) -> Seq[bytes]:
         """The chained hashes of its first ``num_blocks`` full blocks, each computed once."""
-        while len(self._hashes) < num_blocks:
-            start = len(self._hashes) * block_size
-            parent = self._hashes[-1] if self._hashes else self.group.salt
+        while len(self.hashes) < num_blocks:
+            start = len(self.hashes) * block_size
+            parent = self.hashes[-1] if self.hashes else self.group.salt
             ids = self.token_ids[start : start + block_size]
-            self._hashes.append(block_hash(parent, ids))
-        return self._hashes[:num_blocks]
+            self.hashes.append(block_hash(parent, ids))
+        return self.hashes[:num_blocks]
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:

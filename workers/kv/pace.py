@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 _KEPT = 0.9  # of what was measured, with each new measurement: the last ten or so count
 _FEWEST_TOKENS = 32  # a step of less is no prefill
@@ -94,14 +93,6 @@ class Pace:
         self.clock = clock
         self.prefill = PrefillSpeed()
         self.promotion = Rate()
-
-    @contextmanager
-    def step(self, chunks: Sequence[tuple[int, int]]) -> Iterator[None]:
-        """Around a step that computes positions ``[start, end)`` of prompts; none, when it does
-        something else."""
-        started_s = self.clock()
-        yield
-        self.prefill.observe(chunks, self.clock() - started_s)
 
     def is_copying_faster(self, num_blocks: int, num_tokens: int) -> bool:
         """Whether so many blocks are copied before so many tokens are computed; as long as one

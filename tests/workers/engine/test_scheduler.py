@@ -7,7 +7,7 @@ from schemas.requests import SamplingParams
 from tests.workers.engine.test_block_pool import CountedSlots
 from workers.engine.block_pool import BlockPool
 from workers.engine.line import HEAD_START, place_in_line
-from workers.engine.scheduler import Chunk, EngineConfig, Scheduler
+from workers.engine.scheduler import EngineConfig, Scheduler
 from workers.engine.sequence import ROOT, Group, Sequence
 
 SIZE = 4
@@ -42,18 +42,14 @@ class Bench:
 
     def step(self) -> dict[str, int]:
         """One step, in which token 7 is sampled for whoever samples; tokens computed by name."""
-        chunks = self.scheduler.schedule()
-        samplers = [chunk.sequence for chunk in chunks if chunk.samples]
-        for chunk in chunks:
-            self.scheduler.complete(chunk)
-        for sequence in samplers:
-            sequence.token_ids.append(7)
+        batch = self.scheduler.schedule().batch
+        counts = {sequence.group.key: sequence.count for sequence in batch}
+        self.scheduler.complete(batch)
+        for sequence in batch:
+            if sequence.sample:
+                sequence.token_ids.append(7)
         self.pool.check_invariants()
-        return counts(chunks)
-
-
-def counts(chunks: list[Chunk]) -> dict[str, int]:
-    return {chunk.sequence.group.key: chunk.count for chunk in chunks}
+        return counts
 
 
 def test_decodes_come_first_and_chunks_share_the_rest() -> None:

@@ -222,17 +222,14 @@ def test_moving_that_takes_longer_than_computing_is_left() -> None:
 
 def test_measured_speeds_decide() -> None:
     """Blocks are copied when that was measured to be faster, and to find out."""
-    now_s = 0.0
-    pace = Pace(lambda: now_s)
+    pace = Pace()
     assert pace.is_copying_faster(1, 16)
     for _ in range(50):
-        with pace.step([(0, 100)]):
-            now_s += 1.0  # 10 ms per token
+        pace.prefill.observe([(0, 100)], 1.0)  # 10 ms per token
     pace.promotion.note(10, 1.0)  # 100 ms per block
     assert pace.is_copying_faster(1, 16)
     assert not pace.is_copying_faster(1, 9)
-    with pace.step([(0, 3)]):
-        now_s += 100.0  # so few that it says nothing of prefill
+    pace.prefill.observe([(0, 3)], 100.0)  # so few that it says nothing of prefill
     assert pace.is_copying_faster(1, 16)
     assert not pace.is_copying_faster(1, 9)
 
