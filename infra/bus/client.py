@@ -12,8 +12,8 @@ Eight things differ from :class:`nats.aio.client.Client` (2.16):
 5. A ping waits its turn behind what was said before. The library's overtakes it, so that a flush
    says nothing of the subscription made just before.
 6. The pong of a round trip that was given up is dropped. The library's ends its read loop.
-7. A message goes from the parser straight to its callback (``infra.bus.wire``), not through a
-   queue and a task.
+7. A message goes from the socket straight to its callback (``infra.bus.incoming``,
+   ``infra.bus.wire``), not through a stream, a queue and two tasks.
 8. What is said in one turn of the loop leaves in one write at its end, while the broker keeps up.
    Only when it does not is the library's flusher asked, which waits for the socket.
 """
@@ -24,8 +24,7 @@ import asyncio
 import contextlib
 import re
 import socket
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -34,6 +33,7 @@ from nats.aio.client import Client
 from nats.aio.subscription import Subscription
 from nats.protocol.parser import PERMISSIONS_ERR
 
+from infra.bus.incoming import Incoming
 from infra.bus.wire import Callback, MessageParser, Msg
 from schemas.errors import BusUnavailable
 
@@ -49,14 +49,14 @@ class PersistentClient(Client):
 
     def __init__(self) -> None:
         super().__init__()
-        self._ps = MessageParser(self)
+        self._parser = self._ps = MessageParser(self)
         self._callbacks: dict[int, Callback] = {}  # by subscription
-        self._failed: deque[Exception] = deque()  # raised by callbacks, within one read
+        self.on_crash: Callable[[Exception], None] = _raise
         self._is_write_due = False
 
     async def subscribe_direct(self, subject: str, queue: str, callback: Callback) -> Subscription:
         """Subscribe; ``callback`` is called with each message, in order, by whoever reads the
-        socket, so it must return at once. What it raises goes to the error callback."""
+        socket, so it must return at once. What it raises goes to ``on_crash``."""
 
         async def nothing(message: object) -> None:
             """The library wants something to call; deliver() comes first."""
@@ -84,21 +84,14 @@ class PersistentClient(Client):
         try:
             callback(Msg(subject.decode(), reply.decode(), data, header))
         except Exception as error:
-            self._failed.append(error)
+            self.on_crash(error)
         return True
-
-    async def tell_failures(self) -> None:
-        """Give what callbacks raised to the error callback."""
-        while self._failed:
-            await self._error_cb(self._failed.popleft())
 
     async def _process_msg(
         self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes
     ) -> None:
         """One that the library has put together out of many reads."""
-        if self.deliver(sid, subject, reply, data, headers or b""):
-            await self.tell_failures()
-        else:
+        if not self.deliver(sid, subject, reply, data, headers or b""):
             await super()._process_msg(sid, subject, reply, data, headers)
 
     def say(self, subject: str, data: bytes, reply: str, head: bytes) -> None:
@@ -158,6 +151,13 @@ class PersistentClient(Client):
             writer.get_extra_info("socket").setsockopt(
                 socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS
             )
+
+    async def _read_loop(self) -> None:
+        writer = getattr(self._transport, "_io_writer", None)
+        reader = getattr(self._transport, "_io_reader", None)
+        if writer is not None and reader is not None:  # else it is no stream
+            Incoming.stand_before(writer, reader, self, self._parser)
+        await super()._read_loop()
 
     def _connect_command(self) -> bytes:
         """CONNECT leaves in one packet with the PING that the library sends next: a broker that
@@ -220,6 +220,10 @@ class PersistentClient(Client):
             writer.transport.abort()
 
 
+def _raise(error: Exception) -> None:
+    raise error
+
+
 def _cork(writer: asyncio.StreamWriter, is_corked: bool) -> None:
     with contextlib.suppress(OSError):  # closed meanwhile
         writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, is_corked)
@@ -229,7 +233,10 @@ class ClientEvents(Protocol):
     """What a connected client tells; each returns at once."""
 
     async def failed(self, error: Exception) -> None:
-        """A connection error, an error word of the broker, or an exception of a callback."""
+        """A connection error, or an error word of the broker."""
+
+    def crashed(self, error: Exception) -> None:
+        """A callback of a subscription raised."""
 
     async def disconnected(self) -> None:
         """The connection broke."""
@@ -262,6 +269,7 @@ async def open_client(
         async with asyncio.timeout(timeout_s):
             while True:
                 client = first.client = PersistentClient()
+                client.on_crash = events.crashed
                 try:
                     await client.connect(
                         list(urls),

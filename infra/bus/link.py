@@ -375,8 +375,13 @@ class _Events:
         denied = _DENIED.search(str(error).lower())
         if denied is not None:
             self._link._forbid(denied.group(1), error)
-        elif not isinstance(error, OSError | nats.errors.Error | TimeoutError):
-            log.error("bus_callback_failed", exc_info=error)
+        self._tell(error)
+
+    def crashed(self, error: Exception) -> None:
+        log.error("bus_callback_failed", exc_info=error)
+        self._tell(error)
+
+    def _tell(self, error: Exception) -> None:
         for callback in list(self._link.on_error):
             callback(error)
 

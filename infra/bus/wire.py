@@ -52,11 +52,15 @@ class MessageParser(Parser):
 
     Args:
         client: takes ``deliver(sid, subject, reply, data, header)``, all but the number as bytes,
-            and says whether it has; ``tell_failures()`` is awaited after each read.
+            and says whether it has.
+
+    Attributes:
+        on_parsed: told how many bytes each call of :meth:`parse` was given, after it.
     """
 
     def __init__(self, client: Any) -> None:
         self._torn = b""
+        self.on_parsed: Callable[[int], None] = lambda num_bytes: None
         super().__init__(client)
 
     def reset(self) -> None:
@@ -70,23 +74,29 @@ class MessageParser(Parser):
         Raises:
             ProtocolError: this is no NATS.
         """
+        rest = self.take(data)
+        if rest:
+            await super().parse(rest)
+        self.on_parsed(len(data))
+
+    def take(self, data: bytes) -> bytes:
+        """Deliver the messages at the beginning of what a read brought; the rest, which is for
+        :meth:`parse`: nothing when there are only messages, the last one torn, maybe."""
         if self.buf or self.state != AWAITING_CONTROL_LINE:
-            await super().parse(data)  # goes on with what it began
-            return
+            return data  # the library goes on with what it began
         if self._torn:
             data, self._torn = self._torn + data, b""
-        start = end = 0
-        while start < len(data):
+        start, size = 0, len(data)
+        while start < size:
             end = self._message(data, start)
             if end <= start:
                 break
             start = end
-        await self.nc.tell_failures()
         rest = data[start:]
         if rest and end == start and _is_message(rest) and len(rest) < _MAX_TORN_BYTES:
             self._torn = rest
-        elif rest:
-            await super().parse(rest)
+            return b""
+        return rest
 
     def _message(self, data: bytes, start: int) -> int:
         """Deliver the message that begins at ``start``; its end, ``start`` when there is no
@@ -102,7 +112,7 @@ class MessageParser(Parser):
             sid, size = int(words[2]), int(words[-1])
             header_size = int(words[-2]) if has_header else 0
         except ValueError:
-            raise nats.errors.ProtocolError("nats: malformed MSG") from None
+            return start - 1  # it says what is wrong
         begins = line_end + 2
         end = begins + size + 2
         if len(data) < end:

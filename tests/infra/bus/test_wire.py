@@ -1,3 +1,4 @@
+import asyncio
 import itertools
 
 import nats.errors
@@ -5,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infra.bus.incoming import Incoming
 from infra.bus.wire import MessageParser, Msg, header_block, number_in, parse_headers
 
 WORDS = st.text(st.characters(codec="ascii", exclude_categories=["Z", "C"]), min_size=1, max_size=9)
@@ -28,6 +30,7 @@ class Client:
         self.theirs = theirs  # subscriptions of the library's
         self.num_theirs = 0
         self.num_pings = 0
+        self.is_connected = True
 
     def deliver(self, sid, subject, reply, data, header):
         if sid in self.theirs:
@@ -35,9 +38,6 @@ class Client:
         headers = parse_headers(header) if header else {}
         self.got.append((subject.decode(), sid, reply.decode(), data, headers))
         return True
-
-    async def tell_failures(self):
-        """Nothing fails here."""
 
     async def _process_msg(self, sid, subject, reply, data, header):
         if not self.deliver(sid, subject, reply, data, header or b""):
@@ -67,6 +67,39 @@ async def test_messages_arrive_however_reads_tear_them(messages, cuts):
         await parser.parse(data[start:end])
     assert client.got == messages
     assert client.num_pings == len(messages)
+
+
+@given(MESSAGES, st.lists(st.integers(0, 600), max_size=6), st.lists(st.booleans(), max_size=6))
+async def test_what_the_librarys_loop_has_not_parsed_comes_first(messages, cuts, turns):
+    """Whether that loop comes to its turn between two reads or not, the order is the wire's; and
+    once it has nothing left, whole messages need it no more."""
+    data = b"".join(on_the_wire(*message) + b"PING\r\n" for message in messages)
+    client = Client()
+    parser = MessageParser(client)
+    stream = asyncio.StreamReader()
+    inner = asyncio.StreamReaderProtocol(stream)
+    num_early = min(cuts, default=0)
+    stream.feed_data(data[:num_early])
+    incoming = Incoming(inner, client, parser, len(data[:num_early]))
+    parser.on_parsed = incoming.note_parsed
+
+    async def parse_all():
+        while not stream.at_eof():
+            await parser.parse(await stream.read(64))
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(parse_all())
+        edges = sorted({num_early, len(data), *(cut for cut in cuts if cut < len(data))})
+        for (start, end), turn in zip(
+            itertools.pairwise(edges), itertools.chain(turns, itertools.repeat(True)), strict=False
+        ):
+            incoming.data_received(data[start:end])
+            await asyncio.sleep(0) if turn else None
+        while client.num_pings < len(messages):
+            await asyncio.sleep(0)
+        incoming.data_received(on_the_wire("at.once", 1, "", b"", {}))
+        assert client.got == [*messages, ("at.once", 1, "", b"", {})]
+        stream.feed_eof()
 
 
 async def test_what_has_no_callback_of_ours_is_the_librarys():
