@@ -28,6 +28,7 @@ from schemas.kv_events import (
 MAX_KEPT = 256  # batches of one stale worker; with more a second snapshot is needed
 
 Taken = Literal["done", "more", "later"]
+_Run = tuple[KvTier, list[bytes], tuple[KvTier, ...]]  # a tier, what it has, tiers with the same
 
 
 @dataclass(slots=True)
@@ -150,15 +151,15 @@ class IndexBook:
 
     def _apply(self, events: KvEvents) -> None:
         stored = _unpacked(events.stored)
-        removed = [(blocks.tier, unpack_hashes(blocks.hashes)) for blocks in events.removed]
-        for tier, hashes in removed:
-            self._index.removed(events.worker, tier, hashes)
+        removed = [(one.tier, unpack_hashes(one.hashes), one.also) for one in events.removed]
+        for tier, hashes, also in removed:
+            self._index.removed(events.worker, tier, hashes, also)
             self.num_changes += len(hashes)
         self._store(events.worker, stored)
 
-    def _store(self, worker: str, runs: list[tuple[KvTier, list[bytes]]]) -> None:
-        for tier, hashes in runs:
-            self._index.stored(worker, tier, hashes)
+    def _store(self, worker: str, runs: list[_Run]) -> None:
+        for tier, hashes, also in runs:
+            self._index.stored(worker, tier, hashes, also)
             self.num_changes += len(hashes)
 
 
@@ -168,5 +169,5 @@ def _keep(source: _Source, events: KvEvents) -> None:
     source.kept[events.seq] = events
 
 
-def _unpacked(runs: tuple[StoredRun, ...]) -> list[tuple[KvTier, list[bytes]]]:
-    return [(run.tier, unpack_hashes(run.hashes)) for run in runs]
+def _unpacked(runs: tuple[StoredRun, ...]) -> list[_Run]:
+    return [(run.tier, unpack_hashes(run.hashes), run.also) for run in runs]

@@ -178,33 +178,38 @@ class RadixIndex:
 
     # Telling ---------------------------------------------------------------------------------
 
-    def stored(self, worker: str, tier: KvTier, hashes: Sequence[bytes]) -> None:
-        """``worker`` has these in ``tier``. They lie one behind the other: each but the first has
-        the one before it as its parent."""
-        bit = 1 << (BITS * self._place(worker) + _OFFSET[tier])
+    def stored(
+        self, worker: str, tier: KvTier, hashes: Sequence[bytes], also: Sequence[KvTier] = ()
+    ) -> None:
+        """``worker`` has these in ``tier``, and in those of ``also``. They lie one behind the
+        other: each but the first has the one before it as its parent."""
+        bits = _bits(self._place(worker), tier, also)
         hashes = hashes[: self.max_blocks]
         self._make_room(hashes)
         end = len(hashes)
         olds = list(map(self._blocks.get, hashes))
         if end and olds.count(olds[0]) == end:  # mostly all are new, or one run in another tier
-            self._add(bit, hashes, olds[0])
+            self._add(bits, hashes, olds[0])
             return
         for old, run in groupby(map(self._blocks.get, reversed(hashes))):
             start = end - len(list(run))
-            self._add(bit, hashes[start:end], old)
+            self._add(bits, hashes[start:end], old)
             end = start
 
-    def removed(self, worker: str, tier: KvTier, hashes: Iterable[bytes]) -> None:
-        """``worker`` has these no more in ``tier``. What is not known is passed over."""
+    def removed(
+        self, worker: str, tier: KvTier, hashes: Iterable[bytes], also: Sequence[KvTier] = ()
+    ) -> None:
+        """``worker`` has these no more in ``tier``, nor in those of ``also``. What is not known is
+        passed over."""
         place = self._places.get(worker)
         if place is None:
             return
-        bit = 1 << (BITS * place + _OFFSET[tier])
+        bits = _bits(place, tier, also)
         for block_hash in hashes:
             holders = self._blocks.get(block_hash)
-            if holders is None or not holders.bits & bit:
+            if holders is None or not holders.bits & bits:
                 continue
-            left = holders.bits & ~bit
+            left = holders.bits & ~bits
             if left:
                 self._move((block_hash,), holders, left)
             else:
@@ -269,12 +274,12 @@ class RadixIndex:
             self._roll = None
         return place
 
-    def _add(self, bit: int, run: Sequence[bytes], old: _Holders | None) -> None:
-        """Blocks one behind the other, all with ``old``, are held at ``bit``, too."""
+    def _add(self, bits: int, run: Sequence[bytes], old: _Holders | None) -> None:
+        """Blocks one behind the other, all with ``old``, are held at ``bits``, too."""
         if old is None:
-            self._move(run, None, bit)
-        elif not old.bits & bit:
-            self._move(run, old, old.bits | bit)
+            self._move(run, None, bits)
+        elif bits & ~old.bits:
+            self._move(run, old, old.bits | bits)
 
     def _move(self, run: Sequence[bytes], old: _Holders | None, bits: int) -> None:
         """Blocks one behind the other, all with ``old``, get holders ``bits``."""
@@ -343,6 +348,13 @@ class RadixIndex:
         for bits, holders in self._sets.items():
             assert bits == holders.bits != 0, "a set is kept under other bits"
             assert holders.num_blocks > 0, "a set without blocks is kept"
+
+
+def _bits(place: int, tier: KvTier, also: Sequence[KvTier]) -> int:
+    bits = 1 << _OFFSET[tier]
+    for another in also:
+        bits |= 1 << _OFFSET[another]
+    return bits << (BITS * place)
 
 
 def _strides(hashes: Iterator[bytes]) -> Iterator[list[bytes]]:

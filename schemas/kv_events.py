@@ -32,6 +32,7 @@ class StoredRun(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tier: KvTier
     parent: bytes
     hashes: bytes  # packed, HASH_BYTES each
+    also: tuple[KvTier, ...] = ()  # other tiers that have them, too
 
 
 class RemovedBlocks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -39,6 +40,7 @@ class RemovedBlocks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     tier: KvTier
     hashes: bytes  # packed, HASH_BYTES each
+    also: tuple[KvTier, ...] = ()  # other tiers that have lost them, too
 
 
 class KvEvents(Message, frozen=True, kw_only=True, tag="kv-events/1"):

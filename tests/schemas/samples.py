@@ -124,7 +124,9 @@ READY = KvReady(
     record=RECORD,
 )
 HASHES = (bytes(range(16)), bytes(range(16, 32)))
-STORED = StoredRun(tier="host", parent=bytes(range(32, 48)), hashes=pack_hashes(HASHES))
+STORED = StoredRun(
+    tier="host", parent=bytes(range(32, 48)), hashes=pack_hashes(HASHES), also=("disk",)
+)
 
 SAMPLES: tuple[Message, ...] = (
     InferenceRequest(
@@ -289,7 +291,7 @@ SAMPLES: tuple[Message, ...] = (
         worker="decode-0-99aabbccdd",
         seq=1234,
         stored=(STORED,),
-        removed=(RemovedBlocks(tier="device", hashes=HASHES[0]),),
+        removed=(RemovedBlocks(tier="device", hashes=HASHES[0], also=("host",)),),
         is_gap=True,
     ),
     KvSnapshotAsk(worker="decode-0-99aabbccdd", part=1, at_least_seq=1234),

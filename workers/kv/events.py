@@ -11,8 +11,9 @@ should carry, the cut says so ("gap") in place of the changes; what is held stay
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from schemas.kv_events import HASH_BYTES, KvTier, RemovedBlocks, StoredRun
 from workers.kv.api import BlockName
@@ -21,6 +22,8 @@ MAX_CHANGES = 8_192  # blocks per cut: 128 KiB of hashes, and a millisecond unde
 _TIERS: tuple[KvTier, ...] = ("device", "host", "disk")
 _BIT: dict[KvTier, int] = {tier: 1 << number for number, tier in enumerate(_TIERS)}
 _PIECE_BYTES = 96  # of a run or a list of removed blocks, without its hashes
+
+T = TypeVar("T")
 
 # A block, its parent, and a bit for each tier as it was at the cut before and as it is now.
 _Change = tuple[bytes, bytes | None, int, int]
@@ -64,8 +67,9 @@ class BlockLog:
             for block in blocks:
                 block_hash = block.block_hash
                 bits = self._tiers.get(block_hash, 0)
-                self._parents[block_hash] = block.parent
-                self._set(block_hash, bits, bits | bit)
+                if not bits & bit:
+                    self._parents[block_hash] = block.parent
+                    self._set(block_hash, bits, bits | bit)
 
     def removed(self, tier: KvTier, *hashes: bytes) -> None:
         """See :class:`workers.kv.api.BlockEvents`."""
@@ -95,7 +99,7 @@ class BlockLog:
         """Every block with its tiers, now."""
         with self._lock:
             tiers = dict(self._tiers)
-        return {one: tuple(t for t in _TIERS if bits & _BIT[t]) for one, bits in tiers.items()}
+        return {one: _tiers_of(bits) for one, bits in tiers.items()}
 
     def cut(self) -> Changes:
         """What has changed since the last cut."""
@@ -123,27 +127,34 @@ class BlockLog:
 
 
 def _told(changes: Iterable[_Change], *, is_gap: bool = False) -> Changes:
-    stored: dict[KvTier, list[_Run]] = {tier: [] for tier in _TIERS}
-    removed: dict[KvTier, bytearray] = {tier: bytearray() for tier in _TIERS}
+    """What came into the same tiers is one fact, and so is what left the same ones."""
+    stored: dict[int, list[_Run]] = {}
+    removed: dict[int, bytearray] = {}
     for block_hash, parent, was, now in changes:
-        for tier, bit in _BIT.items():
-            if now & ~was & bit:
-                _add(stored[tier], block_hash, parent or b"")
-            elif was & ~now & bit:
-                removed[tier] += block_hash
+        if came := now & ~was:
+            _add(stored.setdefault(came, []), block_hash, parent or b"")
+        if left := was & ~now:
+            removed.setdefault(left, bytearray()).extend(block_hash)
     return Changes(
         stored=tuple(
-            StoredRun(tier=tier, parent=run.parent, hashes=bytes(run.hashes))
-            for tier, runs in stored.items()
+            StoredRun(tier=tiers[0], parent=run.parent, hashes=bytes(run.hashes), also=tiers[1:])
+            for tiers, runs in _by_tiers(stored)
             for run in runs
         ),
         removed=tuple(
-            RemovedBlocks(tier=tier, hashes=bytes(hashes))
-            for tier, hashes in removed.items()
-            if hashes
+            RemovedBlocks(tier=tiers[0], hashes=bytes(hashes), also=tiers[1:])
+            for tiers, hashes in _by_tiers(removed)
         ),
         is_gap=is_gap,
     )
+
+
+def _by_tiers(found: Mapping[int, T]) -> Iterable[tuple[tuple[KvTier, ...], T]]:
+    return ((_tiers_of(bits), found[bits]) for bits in sorted(found))
+
+
+def _tiers_of(bits: int) -> tuple[KvTier, ...]:
+    return tuple(tier for tier in _TIERS if bits & _BIT[tier])
 
 
 class _Run:
@@ -195,8 +206,12 @@ def _pieces(changes: Changes, max_bytes: int) -> Iterable[StoredRun | RemovedBlo
     step = max_bytes - max_bytes % HASH_BYTES
     for blocks in changes.removed:
         for at in range(0, len(blocks.hashes), step):
-            yield RemovedBlocks(tier=blocks.tier, hashes=blocks.hashes[at : at + step])
+            yield RemovedBlocks(
+                tier=blocks.tier, hashes=blocks.hashes[at : at + step], also=blocks.also
+            )
     for run in changes.stored:
         for at in range(0, len(run.hashes), step):
             parent = run.hashes[at - HASH_BYTES : at] if at else run.parent
-            yield StoredRun(tier=run.tier, parent=parent, hashes=run.hashes[at : at + step])
+            yield StoredRun(
+                tier=run.tier, parent=parent, hashes=run.hashes[at : at + step], also=run.also
+            )

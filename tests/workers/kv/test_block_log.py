@@ -30,13 +30,15 @@ notes = st.lists(
 def apply(held: dict[tuple[KvTier, bytes], bytes], changes: Changes) -> None:
     """What a reader makes of it; the parent of each block beside."""
     for blocks in changes.removed:
-        for one in unpack_hashes(blocks.hashes):
-            del held[blocks.tier, one]
+        for tier in (blocks.tier, *blocks.also):
+            for one in unpack_hashes(blocks.hashes):
+                del held[tier, one]
     for run in changes.stored:
         parent = run.parent
         for one in unpack_hashes(run.hashes):
-            assert (run.tier, one) not in held
-            held[run.tier, one] = parent
+            for tier in (run.tier, *run.also):
+                assert (tier, one) not in held
+                held[tier, one] = parent
             parent = one
 
 
@@ -96,6 +98,19 @@ def test_blocks_of_a_prompt_travel_as_one_run() -> None:
     (run,) = log.cut().stored
     assert run.parent == name_of(0, 0).parent
     assert len(run.hashes) == 64 * HASH_BYTES
+
+
+def test_what_happens_in_two_tiers_is_told_once() -> None:
+    """A block that is put aside as soon as it is computed takes its hash once, not per tier."""
+    log, some = BlockLog(), names(4)
+    log.stored("host", *some)
+    log.stored("device", *some)
+    (run,) = log.cut().stored
+    assert (run.tier, run.also, len(run.hashes)) == ("device", ("host",), 4 * HASH_BYTES)
+    log.removed("device", some[0].block_hash)
+    log.removed("host", some[0].block_hash)
+    removed = RemovedBlocks(tier="device", hashes=some[0].block_hash, also=("host",))
+    assert log.cut() == Changes(removed=(removed,))
 
 
 def test_too_much_at_once_is_a_gap_and_the_truth_is_kept() -> None:
