@@ -59,7 +59,8 @@ def sample_and_score(
     rows = [sequence for sequence in batch if sequence.sample]
     if len(logits) > len(rows):
         _score(logits[len(rows) :], [one for one in batch if one.scores is not None])
-    return sample(logits[: len(rows)], rows, eos_token_ids, scan) if rows else []
+        logits = logits[: len(rows)]
+    return sample(logits, rows, eos_token_ids, scan) if rows else []
 
 
 @torch.inference_mode()
@@ -82,7 +83,9 @@ def sample(
     adjusted = adjust_logits(logits, rows, eos_token_ids)
     token_ids = draw(adjusted, rows, scan)
     return [
-        _with_logprobs(token_id, adjusted[number], row.sampling.logprobs)
+        Sampled(token_id=token_id)
+        if row.sampling.logprobs is None
+        else _with_logprobs(token_id, adjusted[number], row.sampling.logprobs)
         for number, (token_id, row) in enumerate(zip(token_ids, rows, strict=True))
     ]
 
@@ -238,9 +241,7 @@ def _column(rows: Sequence[ScheduledSequence], value: Callable[[SamplingParams],
     return torch.tensor([value(row.sampling) for row in rows], dtype=torch.float64)
 
 
-def _with_logprobs(token_id: int, logits: Tensor, num_top: int | None) -> Sampled:
-    if num_top is None:
-        return Sampled(token_id=token_id)
+def _with_logprobs(token_id: int, logits: Tensor, num_top: int) -> Sampled:
     (found,) = _logprobs(logits[None], [token_id], num_top)
     return found
 

@@ -76,7 +76,8 @@ class NativeRunner(InSharedPool):
         self._check(batch, token_ids, tables)
         self._rope.cover(max(sequence.start + sequence.count for sequence in batch))
         spans = _spans(batch)
-        logits = torch.empty(int((spans[:, -1] >= 0).sum()), self.info.vocab_size)
+        num_wanted = sum(sequence.sample + len(sequence.scored) for sequence in batch)
+        logits = torch.empty(num_wanted, self.info.vocab_size)
         call = Batch(
             num_rows=num_rows,
             num_spans=len(spans),
@@ -104,9 +105,10 @@ class NativeRunner(InSharedPool):
         tables: npt.NDArray[np.int32],
     ) -> None:
         """The library believes what it is told, so nothing may lead it out of its memory."""
-        if token_ids.min() < 0 or token_ids.max() >= self.info.vocab_size:
+        # As unsigned numbers what is negative is larger than any: one look at each.
+        if token_ids.view(np.uint32).max() >= self.info.vocab_size:
             raise IndexError(f"a token id is not from 0 to {self.info.vocab_size - 1}")
-        if tables.min() < 0 or tables.max() >= len(self._slots):
+        if tables.view(np.uint32).max() >= len(self._slots):
             raise IndexError(f"a block is not from 0 to {len(self._slots) - 1}")
         for one in batch:
             if one.start + one.count > len(one.block_table) * self.info.block_size:

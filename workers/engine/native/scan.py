@@ -26,11 +26,10 @@ class NativeScan:
     def largest(self, logits: Tensor) -> list[int]:
         """See ``Scan``."""
         logits = logits.contiguous()
-        ids = torch.empty(len(logits), dtype=torch.int32)
+        ids = (ctypes.c_int32 * len(logits))()
         function = self._model.functions.mesh_model_find_largest
-        check(function(self._model.handle, ctypes.byref(_rows(logits)), ids.data_ptr()))
-        chosen: list[int] = ids.tolist()
-        return chosen
+        check(function(self._model.handle, ctypes.byref(_rows(logits)), ids))
+        return list(ids)
 
     def weigh(self, logits: Tensor, temperatures: Tensor) -> RunWeights:
         """See ``Scan``."""
