@@ -34,7 +34,7 @@ class PlacedFeed:
     ) -> None:
         self._bus = bus
         self._tell = hear
-        self._process = process
+        self._subject = subjects.placed(process)
         self._log = log
         self._unsaid: asyncio.Queue[Placed] = asyncio.Queue(_MAX_UNSAID)
 
@@ -48,22 +48,22 @@ class PlacedFeed:
     async def run(self) -> None:
         """Say and hear until cancelled."""
         words = await self._bus.subscribe(subjects.ALL_PLACED, self._hear)
-        subject = subjects.placed(self._process)
         try:
             while True:
                 placed = await self._unsaid.get()
                 try:
-                    await self._bus.publish(subject, encode(placed))
+                    await self._bus.publish(self._subject, encode(placed))
                 except MeshError as error:
                     self._log.info("placed_not_said", code=error.code, reason=error.message)
         finally:
             await words.unsubscribe()
 
     def _hear(self, message: Msg) -> None:
+        if message.subject == self._subject:
+            return  # our own, which the broker gives back to us
         try:
             placed = decode(message.data, Placed)
         except SchemaError as error:
             self._log.warning("placed_refused", subject=message.subject, reason=error.message)
             return
-        if placed.process != self._process:
-            self._tell(placed, time.monotonic())
+        self._tell(placed, time.monotonic())
