@@ -153,7 +153,7 @@ inline void add_tile(const Tile<Item>& tile, Visible visible, int head_dim, Quer
   Weights weights;
   for (int at = visible.first / kWidth * kWidth; at < visible.last; at += kWidth) {
     score<Count>(queries.rows, tile.keys, head_dim, at, weights);
-    next.fetch(next.token_lines() * 4);
+    next.fetch(next.token_lines() * 4);  // half a tile; with a line per value below, all of it
   }
   float shrinks[kMostTogether];
   for (int query = 0; query < Count; ++query)
