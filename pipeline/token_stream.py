@@ -208,6 +208,11 @@ class TokenStream:
         return sum(len(choice.token_ids) for choice in self.view.choices.values())
 
     @property
+    def is_ending(self) -> bool:
+        """Whether the request has gone well to its end: nothing follows what is ready."""
+        return isinstance(self.view.terminal, StreamEnd)
+
+    @property
     def is_known(self) -> bool:
         """Whether anything was heard of the request."""
         return self._accepted is not None or self.view.chain_seq > 0

@@ -119,6 +119,12 @@ class Generation:
         return len(self._ends) == self.num_prompts
 
     @property
+    def is_ending(self) -> bool:
+        """Whether nothing follows what is ready but the end, which comes at once. Of a single
+        prompt; several are read side by side."""
+        return self.num_prompts == 1 and self._streams[0].is_ending
+
+    @property
     def has_begun(self) -> bool:
         """Whether a token was heard of."""
         return any(stream.num_tokens for stream in self._streams.values())
@@ -212,6 +218,7 @@ class StreamedAnswer:
         self._last_token_s: dict[int, float] = {}  # by first choice of a prompt
         self._turn = asyncio.Lock()
         self._is_waiting = False  # to write what must go before all else
+        self._rest = b""  # the last events: they leave with the end
         self._silence: asyncio.TimerHandle | None = None
 
     async def run(self) -> None:
@@ -229,10 +236,14 @@ class StreamedAnswer:
                 await self._generation.run(self._write, self._write_now)
             else:
                 await self._generation.run(self._write_in_turn)
+            end = self._events.end(self._generation.reasons, self._generation.usage)
+        except BaseException:
+            if self._rest:
+                self._call.write_now(self._rest)
+            raise
         finally:
             self._silence.cancel()
-        end = self._events.end(self._generation.reasons, self._generation.usage)
-        await self._call.write(end, last=True)
+        await self._call.write(self._rest + end, last=True)
 
     async def _write_in_turn(self, first: int, deltas: Sequence[TokenDelta]) -> None:
         async with self._turn:  # event numbers leave in order
@@ -242,11 +253,14 @@ class StreamedAnswer:
         data = self._events_of(first, deltas)
         if not data:
             return
-        self._is_waiting = True
-        try:
-            await self._call.write(data)
-        finally:
-            self._is_waiting = False
+        if self._generation.is_ending:
+            self._rest += data
+        else:
+            self._is_waiting = True
+            try:
+                await self._call.write(data)
+            finally:
+                self._is_waiting = False
         self._note_write(first)
 
     def _write_now(self, first: int, deltas: Sequence[TokenDelta]) -> bool:
@@ -255,7 +269,10 @@ class StreamedAnswer:
             return False
         data = self._events_of(first, deltas)
         if data:
-            self._call.write_now(data)
+            if self._generation.is_ending:
+                self._rest += data
+            else:
+                self._call.write_now(data)
             self._note_write(first)
         return True
 

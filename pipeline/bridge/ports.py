@@ -31,6 +31,10 @@ class Stream(Protocol):
     def num_tokens(self) -> int:
         """Tokens heard of so far, of all choices."""
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether nothing follows what is ready but the end."""
+
     async def accepted(self) -> Accepted:
         """Wait for admission; raises the MeshError with which the request was refused."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -138,7 +139,11 @@ class FakeStream:
         self.failed = False
         self.num_tokens = 0
         self._script = script
-        self._steps = iter(script.steps)
+        self._steps = deque(script.steps)
+
+    @property
+    def is_ending(self) -> bool:
+        return not self._steps and self._script.end is not None
 
     async def accepted(self) -> Accepted:
         if self._script.refusal:
@@ -158,7 +163,8 @@ class FakeStream:
         )
 
     async def next_deltas(self) -> list[TokenDelta]:
-        for step in self._steps:
+        while self._steps:
+            step = self._steps.popleft()
             if isinstance(step, asyncio.Event):
                 await step.wait()
             elif isinstance(step, MeshError):
