@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
@@ -124,7 +125,7 @@ class Claims:
         self._owed: dict[str, Claimed] = {}
         self._num_choices = 0  # of all those
         self._attempts: set[str] = set()
-        self._made: dict[str, None] = {}  # the latest claims, oldest first
+        self._made: OrderedDict[str, None] = OrderedDict()  # the latest claims, oldest first
 
     # What is owed ----------------------------------------------------------------------------
 
@@ -234,7 +235,7 @@ class Claims:
         self._num_choices += claimed.num_choices
         self._made[claimed.key] = None
         if len(self._made) > _REMEMBERED:
-            del self._made[next(iter(self._made))]
+            self._made.popitem(last=False)
         return claimed
 
     async def tip(self, claimed: Claimed) -> ChainTip:

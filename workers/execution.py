@@ -61,6 +61,7 @@ class Running:
     __slots__ = (
         "brought",
         "claimed",
+        "epoch",
         "finished",
         "first_token_s",
         "num_cached_tokens",
@@ -83,6 +84,7 @@ class Running:
         self.claimed = claimed
         self.reader = claimed.reader
         self.request_id = claimed.record.request_id
+        self.epoch = claimed.epoch
         self.num_cached_tokens = num_cached_tokens  # as the prefill worker found them
         self.num_imported_tokens = num_imported_tokens
         self.brought = brought or Brought()
@@ -112,15 +114,25 @@ class Running:
     def take(self, output: TokenOutput) -> TokenDelta:
         """Note a new token; the delta that tells of it."""
         self.num_new_tokens += 1
-        self.tokens[output.index].append(output.token_id)
-        self.finished[output.index] = output.finish_reason or ""
+        index, token_id = output.index, output.token_id
+        self.tokens[index].append(token_id)
+        if output.finish_reason is None and output.logprob is None and output.number:
+            return TokenDelta(
+                request_id=self.request_id,
+                epoch=self.epoch,
+                number=output.number,
+                ids=(token_id,),
+                text=output.text,
+                index=index,
+            )
+        self.finished[index] = output.finish_reason or ""
         return TokenDelta(
             request_id=self.request_id,
-            epoch=self.claimed.epoch,
+            epoch=self.epoch,
             number=output.number,
-            ids=(output.token_id,),
+            ids=(token_id,),
             text=output.text,
-            index=output.index,
+            index=index,
             finish_reason=output.finish_reason,
             logprobs=None if output.logprob is None else (output.logprob,),
             prompt_logprobs=output.prompt_logprobs,

@@ -20,6 +20,9 @@ from workers.engine.cached_blocks import CachedBlocks
 from workers.kv.api import BlockEvents, BlockName
 from workers.kv.tally import TierTally
 
+# Blocks that follow each other, their hashes, and the hash before the first (the salt, if none is).
+Run = tuple[Sequence[int], Sequence[bytes], bytes]
+
 
 class Slots(Protocol):
     """The part of :class:`infra.transport.shm.SharedPool` that the books need."""
@@ -33,8 +36,9 @@ class Slots(Protocol):
 class LowerTier(Protocol):
     """Where blocks are kept beside the pool; :class:`workers.kv.mover.BlockMover` is one."""
 
-    def demote(self, block: int, name: BlockName) -> None:
-        """A block can be found from now on, and may be copied until its slot is touched."""
+    def demote(self, blocks: Sequence[tuple[int, BlockName]]) -> None:
+        """These, each in its slot, can be found from now on, and may be copied until that slot is
+        touched."""
 
     def holds(self, block_hash: bytes) -> bool:
         """Whether a copy is kept."""
@@ -145,27 +149,25 @@ class BlockPool:
 
     def register(self, block: int, prefix_hash: bytes, parent: bytes = b"") -> None:
         """Make a full, computed block findable; a second block of equal content stays private."""
-        self.register_run((block,), (prefix_hash,), parent)
+        self.register_runs([((block,), (prefix_hash,), parent)])
 
-    def register_run(
-        self, blocks: Sequence[int], prefix_hashes: Sequence[bytes], parent: bytes
-    ) -> None:
-        """The same for blocks that follow each other, the first one behind ``parent``."""
+    def register_runs(self, runs: Iterable[Run]) -> None:
+        """The same for runs of blocks: what a step has filled, told at once."""
         new: list[tuple[int, BlockName]] = []
-        for block, prefix_hash in zip(blocks, prefix_hashes, strict=True):
-            if prefix_hash not in self._block_of and block not in self._hash_of:
-                self._block_of[prefix_hash] = block
-                self._hash_of[block] = prefix_hash
-                new.append((block, BlockName(block_hash=prefix_hash, parent=parent)))
-            parent = prefix_hash
+        for blocks, prefix_hashes, parent in runs:
+            for block, prefix_hash in zip(blocks, prefix_hashes, strict=True):
+                if prefix_hash not in self._block_of and block not in self._hash_of:
+                    self._block_of[prefix_hash] = block
+                    self._hash_of[block] = prefix_hash
+                    new.append((block, BlockName(prefix_hash, parent)))
+                parent = prefix_hash
         if not new:
             return
         self.tally.add("device", "stored", len(new))
         if self.events is not None:
-            self.events.stored("device", *(name for _, name in new))
+            self.events.stored("device", *[name for _, name in new])
         if self.lower is not None:
-            for block, name in new:
-                self.lower.demote(block, name)
+            self.lower.demote(new)
 
     def find(self, prefix_hash: bytes) -> int | None:
         """The block of that hash, not acquired."""

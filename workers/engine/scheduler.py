@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from schemas.errors import ConfigError
-from workers.engine.block_pool import BlockPool
+from workers.engine.block_pool import BlockPool, Run
 from workers.engine.reuse import Reuse
 from workers.engine.sequence import ROOT, Group, Sequence, num_blocks_for
 
@@ -118,7 +118,7 @@ class Scheduler:
         """The same for one whose block table and counter tell of KV that was imported. What is
         found in the pool then is that very KV: none of it counts as cached."""
         sequence.group.has_started = True
-        self._register(sequence, 0)
+        self.pool.register_runs([_run(sequence, self.pool.block_size)])
         if sequence.is_root and sequence.num_uncomputed_tokens == 0:
             self.park(sequence)
         else:
@@ -149,12 +149,16 @@ class Scheduler:
     def complete(self, batch: Seq[Sequence]) -> None:
         """What the step planned for these was computed."""
         size = self.pool.block_size
+        filled: list[Sequence] = []
         for sequence in batch:
             before = sequence.start
             sequence.num_computed_tokens = after = before + sequence.count
             if before // size != after // size:
-                self._register(sequence, before)
-            if sequence.index == ROOT and sequence.num_uncomputed_tokens == 0:
+                filled.append(sequence)
+        if filled:
+            self.pool.register_runs([_run(sequence, size) for sequence in filled])
+        for sequence in [one for one in batch if one.index == ROOT]:
+            if sequence.num_uncomputed_tokens == 0:
                 self.park(sequence)
 
     # ---- the decision --------------------------------------------------------------------
@@ -166,9 +170,8 @@ class Scheduler:
         """
         step = Step(self.config.max_batch_tokens)
         others: list[Sequence] = []
-        for sequence in self._decodes(step, others):
-            if sequence.block_table:  # else one before it took them
-                self._extend(sequence, 1, step)
+        if without := self._decodes(step, others):
+            self._extend_decodes(without, step)
         for sequence in others:
             self._admit_in_order(step, before=sequence)
             if sequence.block_table and step.budget:
@@ -199,6 +202,18 @@ class Scheduler:
                 batch.append(sequence)
                 step.budget -= 1
         return without
+
+    def _extend_decodes(self, sequences: list[Sequence], step: Step) -> None:
+        """The same for some that decode and need a block each."""
+        blocks = self.pool.allocate(len(sequences))
+        if blocks is not None:
+            for sequence, block in zip(sequences, blocks, strict=True):
+                sequence.block_table.append(block)
+                step.add(sequence, 1)
+            return
+        for sequence in sequences:
+            if sequence.block_table:  # else one before it took them
+                self._extend(sequence, 1, step)
 
     def _extend(self, sequence: Sequence, count: int, step: Step) -> None:
         """Get slots for the next ``count`` positions, if need be those of younger sequences."""
@@ -340,15 +355,13 @@ class Scheduler:
         needed = num_blocks_for(len(sequence.token_ids), self.pool.block_size)
         return needed - len(sequence.block_table)
 
-    def _register(self, sequence: Sequence, num_before: int) -> None:
-        """Make the blocks findable that became full since ``num_before`` tokens."""
-        size = self.pool.block_size
-        first, end = num_before // size, sequence.num_computed_tokens // size
-        if first == end:
-            return
-        hashes = sequence.prefix_hashes(end, size)
-        parent = hashes[first - 1] if first else sequence.group.salt
-        self.pool.register_run(sequence.block_table[first:end], hashes[first:], parent)
+
+def _run(sequence: Sequence, block_size: int) -> Run:
+    """The blocks that have become full since the step began that was planned for it last."""
+    first, end = sequence.start // block_size, sequence.num_computed_tokens // block_size
+    hashes = sequence.prefix_hashes(end, block_size)
+    parent = hashes[first - 1] if first else sequence.group.salt
+    return sequence.block_table[first:end], hashes[first:], parent
 
 
 def _is_short_cut(sequence: Sequence) -> bool:

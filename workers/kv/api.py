@@ -26,7 +26,7 @@ from infra.transport.shm import SharedPool
 Tier = Literal["device", "host", "disk"]
 
 
-class BlockName(msgspec.Struct, frozen=True, kw_only=True):
+class BlockName(msgspec.Struct, frozen=True):
     """A full block: its prefix hash, and that of the block before it (the salt, for the first)."""
 
     block_hash: bytes

@@ -29,6 +29,7 @@ from __future__ import annotations
 import heapq
 import math
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Collection
 from enum import Enum, auto
 
@@ -240,7 +241,9 @@ class LrfuPolicy(_ByWorth):
         super().__init__(max_share)
         self._half_life = half_life
         self._now = 0.0  # in half-lives
-        self._ghosts: dict[bytes, float] = {}  # worth of blocks that have gone, oldest first
+        # Worth of blocks that have gone, oldest first. To find its first key, a dict walks over all
+        # that were taken from there since it last grew.
+        self._ghosts: OrderedDict[bytes, float] = OrderedDict()
 
     @property
     def num_ghosts(self) -> int:
@@ -254,7 +257,7 @@ class LrfuPolicy(_ByWorth):
         if node is not None:
             self._ghosts[block_hash] = node.worth
         while len(self._ghosts) > len(self._nodes) + 1:
-            del self._ghosts[next(iter(self._ghosts))]
+            self._ghosts.popitem(last=False)
 
     def _first_worth(self, block_hash: bytes) -> float:
         ghost = self._ghosts.pop(block_hash, None)

@@ -17,14 +17,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from infra.transport.shm import SharedPool
 from workers.kv.api import BlockEvents, BlockName, EvictionPolicy, Filling, Pin
 from workers.kv.eviction import LrfuPolicy
 from workers.kv.tally import TierTally
 
 
-@dataclass(eq=False, slots=True, kw_only=True)
-class _Entry:
+class _Entry(msgspec.Struct, eq=False):
     block: BlockName
     slot: int
     checksum: int
@@ -41,11 +42,6 @@ class HostCounts:
     pinned: int
 
 
-def _not_below(block_hash: bytes) -> bool:
-    """There is no lower tier."""
-    return False
-
-
 class HostPool:
     """Implements :class:`workers.kv.api.HostTier`.
 
@@ -55,9 +51,11 @@ class HostPool:
 
     Attributes:
         is_below: whether a lower tier holds a block: such blocks go first. Called under the lock.
+            None: there is no lower tier.
         on_stored: told of blocks that were committed, after the lock is given back, by the thread
             that committed them.
         on_removed: told of each block that can't be found here any more. Called under the lock.
+            None: nobody is.
     """
 
     def __init__(
@@ -71,9 +69,9 @@ class HostPool:
     ) -> None:
         self.memory = memory
         self.num_slots = memory.num_blocks - first_slot
-        self.is_below: Callable[[bytes], bool] = _not_below
+        self.is_below: Callable[[bytes], bool] | None = None
         self.on_stored: Callable[[tuple[BlockName, ...]], None] = lambda _: None
-        self.on_removed: Callable[[bytes], None] = lambda _: None
+        self.on_removed: Callable[[bytes], None] | None = None
         self._policy = LrfuPolicy() if policy is None else policy
         self._tally = TierTally() if tally is None else tally
         self._events = events
@@ -147,7 +145,7 @@ class HostPool:
         with self._lock:
             for block, checksum in zip(filling.blocks, checksums, strict=True):
                 slot = self._filling.pop(block.block_hash)
-                entry = _Entry(block=block, slot=slot, checksum=checksum)
+                entry = _Entry(block, slot, checksum)
                 self._found[block.block_hash] = self._at[slot] = entry
             if self._events is not None and filling.blocks:
                 self._events.stored("host", *filling.blocks)
@@ -168,6 +166,8 @@ class HostPool:
             is_here = block_hash in self._found
             if is_here:
                 self._forget(block_hash)
+                if self._events is not None:
+                    self._events.removed("host", block_hash)
         self._tally.add("host", "corrupt", is_here)
 
     # ---- facts ---------------------------------------------------------------------------
@@ -224,10 +224,13 @@ class HostPool:
         # Without their parents the new ones would be of no use.
         parents = {block.parent for block in blocks if block.parent in self._found}
         staying = self._pinned.keys() | self._filling.keys() | parents
-        victims = self._policy.victims(missing, staying, self.is_below)
-        num_below = sum(self.is_below(block_hash) for block_hash in victims)
+        is_below = self.is_below
+        victims = self._policy.victims(missing, staying, is_below)
+        num_below = 0 if is_below is None else sum(map(is_below, victims))
         for block_hash in victims:
             self._forget(block_hash)
+        if self._events is not None and victims:
+            self._events.removed("host", *victims)
         self._tally.add("host", "evicted", num_below)
         self._tally.add("host", "dropped", len(victims) - num_below)
         return free + len(victims)
@@ -237,9 +240,8 @@ class HostPool:
         self._policy.removed(block_hash)
         if not entry.num_pins:
             self._free_slot(entry.slot)
-        if self._events is not None:
-            self._events.removed("host", block_hash)
-        self.on_removed(block_hash)
+        if self.on_removed is not None:
+            self.on_removed(block_hash)
 
     def _pin(self, entry: _Entry) -> None:
         if not entry.num_pins:

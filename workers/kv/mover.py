@@ -1,7 +1,7 @@
 """The way of blocks between the engine's slots and the host tier, on a thread of its own.
 
     engine's thread            mover's thread
-    demote(block, name)  --->  reserve, copy, is the generation still the same? checksum, commit
+    demote(blocks)       --->  reserve, copy, is the generation still the same? checksum, commit
     promote(...)         --->  checksum, copy
     ended()              <---  promotions that have ended; ``on_ended`` is called for each
 
@@ -16,8 +16,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
+import msgspec
 import structlog
 import xxhash
 
@@ -36,7 +36,7 @@ _MAX_BATCH = 64
 _GATHER_S = 0.01
 
 
-class _Demotion(NamedTuple):
+class _Demotion(msgspec.Struct, frozen=True, eq=False):
     block: int
     generation: int
     name: BlockName
@@ -70,10 +70,12 @@ class BlockMover:
 
     Attributes:
         on_ended: called on the mover's thread when a promotion has ended.
+        holds: whether the host tier has a block.
     """
 
     def __init__(self, host: HostTier, runner: Runner, tally: TierTally, pace: Pace) -> None:
         self.on_ended: Callable[[], None] = lambda: None
+        self.holds = host.holds
         self._host = host
         self._memory = host.memory
         self._runner = runner
@@ -94,21 +96,19 @@ class BlockMover:
         """How many of the first ``hashes`` the host tier has."""
         return self._host.num_leading(hashes)
 
-    def holds(self, block_hash: bytes) -> bool:
-        """Whether the host tier has a block."""
-        return self._host.holds(block_hash)
-
     def is_worth_it(self, num_blocks: int, num_tokens: int) -> bool:
         """Whether to promote so many blocks rather than to compute their tokens."""
         return self._pace.is_copying_faster(num_blocks, num_tokens)
 
-    def demote(self, block: int, name: BlockName) -> None:
-        """Have a block that is full copied to the host tier, unless it is needed before."""
-        if len(self._demotions) >= MAX_DEMOTIONS:
-            self._tally.add("device", "dropped")
-            return
-        generation = int(self._memory.generations[block])
-        self._demotions.append(_Demotion(block, generation, name))
+    def demote(self, blocks: Sequence[tuple[int, BlockName]]) -> None:
+        """Have blocks that are full copied to the host tier, those that are not needed before."""
+        room = max(0, MAX_DEMOTIONS - len(self._demotions))
+        if len(blocks) > room:
+            self._tally.add("device", "dropped", len(blocks) - room)
+            blocks = blocks[:room]
+        generations = self._memory.generations[[block for block, _ in blocks]].tolist()
+        for (block, name), generation in zip(blocks, generations, strict=True):
+            self._demotions.append(_Demotion(block, generation, name))
         if not self._has_work.is_set():
             self._has_work.set()
 
@@ -199,21 +199,28 @@ class BlockMover:
             promotion.num_right += 1
 
     def _demote(self, batch: Sequence[_Demotion]) -> None:
-        generations = self._memory.generations
-        left = {d.name: d for d in batch if generations[d.block] == d.generation}
-        filling = self._host.reserve(tuple(left))
-        right, checksums = [], []
+        left = {one.name.block_hash: one for one in self._unchanged(batch)}
+        filling = self._host.reserve([one.name for one in left.values()])
+        taken = [left[name.block_hash] for name in filling.blocks]
+        checksums: list[int] = []
         try:
-            for number, (name, slot) in enumerate(zip(filling.blocks, filling.slots, strict=True)):
-                into, demotion = self._memory.slots[slot], left[name]
+            for demotion, slot in zip(taken, filling.slots, strict=True):
+                into = self._memory.slots[slot]
                 self._runner.read_block(demotion.block, into)
-                checksum = xxhash.xxh3_64_intdigest(into)
-                if generations[demotion.block] == demotion.generation:
-                    right.append(number)
-                    checksums.append(checksum)
+                checksums.append(xxhash.xxh3_64_intdigest(into))
         except Exception:  # of the device; the engine will notice by itself
             _log.error("demotion_failed", exc_info=True)
-        wrong = sorted(set(range(len(filling.slots))) - set(right))
-        self._host.commit(filling.part(right), checksums)
-        self._host.abort(filling.part(wrong))
+        right = set(self._unchanged(taken[: len(checksums)]))
+        numbers = [number for number, demotion in enumerate(taken) if demotion in right]
+        wrong = [number for number, demotion in enumerate(taken) if demotion not in right]
+        self._host.commit(filling.part(numbers), [checksums[number] for number in numbers])
+        if wrong:
+            self._host.abort(filling.part(wrong))
         self._tally.add("device", "dropped", len(batch) - len(left) + len(wrong))
+
+    def _unchanged(self, demotions: Sequence[_Demotion]) -> list[_Demotion]:
+        """Those whose slots still have what they had when they were queued: what was copied out
+        of them before this is right."""
+        now = self._memory.generations[[one.block for one in demotions]].tolist()
+        pairs = zip(demotions, now, strict=True)
+        return [one for one, generation in pairs if generation == one.generation]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tests.workers.engine.test_block_pool import make_pool
 from workers.engine.cached_blocks import CachedBlocks
 from workers.kv.api import BlockName
@@ -52,8 +54,8 @@ class Lower:
         self.demoted: list[tuple[int, BlockName]] = []
         self.kept: set[bytes] = set()
 
-    def demote(self, block: int, name: BlockName) -> None:
-        self.demoted.append((block, name))
+    def demote(self, blocks: Sequence[tuple[int, BlockName]]) -> None:
+        self.demoted += blocks
 
     def holds(self, block_hash: bytes) -> bool:
         return block_hash in self.kept

@@ -62,15 +62,11 @@ def test_no_measurement_makes_the_speed_absurd(seen: list[tuple[int, int, float]
 
 def test_copying_is_tried_until_both_were_measured_and_then_the_faster_is_taken() -> None:
     """One that was never measured can't be told from the other: trying measures it."""
-    now_s = 0.0
-    pace = Pace(lambda: now_s)
+    pace = Pace()
     assert pace.is_copying_faster(1000, 1)
     pace.promotion.note(10, 0.01)
     assert pace.is_copying_faster(1000, 1)
-    with pace.step([(0, 100)]):
-        now_s += 0.1
-    for _ in range(80):
-        with pace.step([(0, 100)]):
-            now_s += 0.1
+    for _ in range(81):
+        pace.prefill.observe([(0, 100)], 0.1)
     assert pace.is_copying_faster(10, 100)
     assert not pace.is_copying_faster(200, 100)
