@@ -19,6 +19,7 @@ _SHORT_CHARS = 40
 _LONG_CHARS = 2400  # a prefill of 500 tokens
 _CHARS_PER_TOKEN = 1.0  # the worst tokenizer: a token per character
 _OVERHEAD_TOKENS = 8
+_LASTING = 5  # times as many tokens as others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,7 @@ class Case:
     prompt: str
     sampling: SamplingParams
     is_long: bool = False  # its prefill takes a while
+    is_lasting: bool = False  # its answer does, too: nobody waits for it to its end
 
     def message(self, model: str, request_id: str, label: str, deadline: int) -> InferenceRequest:
         """For the bus; ``deadline`` in unix milliseconds. The salt keeps it from what is cached."""
@@ -99,6 +101,17 @@ def make_cases(seed: int, context_length: int, num_tokens: int) -> list[Case]:
         for one in shorts[:2]
     ]
     return [*longs, *shorts]
+
+
+def lasting_case(seed: int, context_length: int, num_tokens: int) -> Case:
+    """One whose client leaves: it has far to go still when that is heard, on a busy machine too.
+
+    Args:
+        context_length, num_tokens: as for :func:`make_cases`.
+    """
+    num_tokens = max(num_tokens, min(_LASTING * num_tokens, context_length // 2))
+    [long, *_] = make_cases(seed, context_length, num_tokens)
+    return replace(long, name="lasting", is_lasting=True)
 
 
 def with_stop(case: Case, undisturbed: Answer) -> Case:

@@ -34,7 +34,7 @@ class Stream:
     trace: Trace
     answer: Answer
     home: Callable[[], str]  # the bridge that it reads from now; "" on the bus
-    num_tokens_left: int | None = None  # had come when its client was told to leave
+    left_s: float | None = None  # when its client was told to leave, monotonic
     task: asyncio.Task[None] | None = None
 
 

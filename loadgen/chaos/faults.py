@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+import time
 from typing import ClassVar
 from urllib.parse import unquote, urlsplit
 
@@ -200,7 +201,7 @@ class ClientLeaves(Fault):
     async def inject(self, scene: Scene, target: Target | None, marked: Stream) -> None:
         """See :class:`Fault`."""
         assert marked.task is not None, "started"
-        marked.num_tokens_left = marked.trace.num_tokens
+        marked.left_s = time.monotonic()
         marked.task.cancel()
 
 

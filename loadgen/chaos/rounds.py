@@ -28,7 +28,7 @@ LEFT_S = 10.0  # after its client left, a request has so long to end
 _LATE_S = 1.0  # after its deadline a request may end so much later; then it hangs
 _STAGGER_S = 0.4
 _POLL_S = 0.05
-_CERTAIN_SHARE = 0.5  # who leaves before so much of an answer never sees its end
+_ON_ITS_WAY_S = 1.0  # what ends sooner after its client left may have been ending already
 
 
 @dataclass(slots=True, kw_only=True)
@@ -113,11 +113,11 @@ class Rounds:
 
     async def _load_and_strike(self, blows: list[Blow]) -> list[Stream]:
         rng = self._scene.rng
-        names = list(self._cases)
+        cases = [case for case, _ in self._cases.values() if not case.is_lasting]
         streams: list[Stream] = []
         async with asyncio.TaskGroup() as tasks:
             for number in range(self._num_streams):
-                case = self._cases[names[number % len(names)]][0]
+                case = cases[number % len(cases)]
                 stream = self._new(case, self._http if number % 2 else self._bus, streams)
                 start = self._starter(stream, tasks, delay_s=rng.uniform(0, _STAGGER_S))
                 start()
@@ -184,7 +184,8 @@ class Rounds:
 
     def _marked(self, blow: Blow, streams: list[Stream]) -> Stream:
         rng = self._scene.rng
-        cases = [case for case, _ in self._cases.values()]
+        lasts = not blow.fault.client_stays
+        cases = [case for case, _ in self._cases.values() if case.is_lasting is lasts]
         if blow.point in EARLY_POINTS:
             cases = [case for case in cases if case.is_long]
         uses_http = blow.fault.role == "bridge" or rng.random() < 0.5
@@ -199,7 +200,7 @@ class Rounds:
         result = RoundResult(tally=Tally(faults=len(blows)), blows=blows)
         for stream in streams:
             expected = self._cases[stream.case.name][1]
-            if stream.num_tokens_left is not None:
+            if stream.left_s is not None:
                 problem = await self._judge_left(expected, stream, result.tally)
             else:
                 problem = result.tally.judge(expected, stream.answer)
@@ -212,7 +213,7 @@ class Rounds:
             since_s = blow.ended_s if blow.fault.from_thaw else blow.struck_s
             for stream in blow.affected:
                 recovery_s = stream.answer.recovery_s(since_s)
-                if recovery_s is not None and stream.num_tokens_left is None:
+                if recovery_s is not None and stream.left_s is None:
                     result.tally.recoveries_s.append(recovery_s)
         return result
 
@@ -228,8 +229,8 @@ class Rounds:
         if not trace.request_id:
             return ""  # it left before anybody had heard of it
         end = await self._end_of(trace)
-        num_left = (stream.num_tokens_left or 0) / max(1, expected.num_tokens)
-        if end is None or (isinstance(end, StreamEnd) and num_left < _CERTAIN_SHARE):
+        so_late_s = (trace.ended_s or 0.0) - (stream.left_s or 0.0)
+        if end is None or (isinstance(end, StreamEnd) and so_late_s > _ON_ITS_WAY_S):
             tally.hung_requests += 1
             return "went on although its client had left"
         return ""

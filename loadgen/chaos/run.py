@@ -16,7 +16,7 @@ from typing import Any
 from infra.bus import Bus
 from infra.times import Times
 from loadgen.chaos.answer import Answer, compare
-from loadgen.chaos.cases import Case, make_cases, with_stop
+from loadgen.chaos.cases import Case, lasting_case, make_cases, with_stop
 from loadgen.chaos.clients import BusClient, SseClient
 from loadgen.chaos.fault import Scene
 from loadgen.chaos.faults import FAULTS
@@ -196,7 +196,8 @@ async def _undisturbed(
     registry = Registry(bus)
     await registry.refresh()
     card = registry.require(settings.model_name)
-    cases = make_cases(settings.seed, card.context_length, settings.num_tokens)
+    asked = settings.seed, card.context_length, settings.num_tokens
+    cases = [*make_cases(*asked), lasting_case(*asked)]
     found = await _ask_all(client, cases)
     stops = [
         with_stop(case, found[case.name][1]) for case in cases if case.name in ("greedy", "seeded")

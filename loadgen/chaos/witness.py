@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -37,7 +38,12 @@ class Trace:
     is_offered: bool = False  # its blocks are announced, and no decode worker has claimed it
     reads_from: str = ""  # whose blocks its decode worker copies, or may still copy
     num_tokens: int = 0  # of all choices, in any epoch
-    has_ended: bool = False
+    ended_s: float | None = None  # when its end was heard, monotonic
+
+    @property
+    def has_ended(self) -> bool:
+        """Its end was heard."""
+        return self.ended_s is not None
 
     def is_claimed_by(self, role: str) -> bool:
         """The present owner plays ``role``."""
@@ -108,7 +114,7 @@ class Witness:
             self._by_id.pop(trace.request_id, None)
             self._by_label[trace.label] = self._by_id[request.request_id] = trace
             trace.request_id, trace.claim, trace.num_tokens = request.request_id, None, 0
-            trace.is_offered = trace.has_ended = False
+            trace.is_offered, trace.ended_s = False, None
         trace.reader = request.reader or subjects.default_reader(request.request_id)
         trace.waits_for = "admission"
 
@@ -133,7 +139,7 @@ class Witness:
                 if isinstance(entry, Claim):
                     self._on_claim(trace, entry)
                 elif not isinstance(entry, Accepted):
-                    trace.has_ended = True
+                    trace.ended_s = time.monotonic()
         self._changed.set()
 
     @staticmethod

@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 
 from loadgen.chaos.answer import Answer
-from loadgen.chaos.cases import make_cases, with_stop
+from loadgen.chaos.cases import lasting_case, make_cases, with_stop
 from loadgen.chaos.fault import Fault, Scene, Stream, register
 from loadgen.chaos.faults import FAULTS
 from loadgen.chaos.jumping_clock import JUMP_S, JumpingClock
@@ -132,6 +132,18 @@ def test_cases_fit_small_models_and_cover_the_ways_to_sample() -> None:
     assert any(one.presence_penalty for one in samplings)
     assert any(case.is_long for case in cases)
     assert all(one.seed is not None for one in samplings if one.temperature > 0)
+
+
+@pytest.mark.parametrize(("context_length", "num_tokens"), [(512, 60), (2048, 60), (2048, 1000)])
+def test_an_answer_whose_client_leaves_lasts_as_the_context_lets_it(
+    context_length: int, num_tokens: int
+) -> None:
+    """Several times as many tokens as others have, none fewer, and prompt and answer fit in."""
+    case = lasting_case(1, context_length, num_tokens)
+    asked = case.sampling.max_tokens or 0
+    assert len(case.prompt) + asked < context_length
+    assert asked >= max(num_tokens, min(4 * num_tokens, context_length // 2))
+    assert case.is_long, "it can be met in its prefill"
 
 
 def test_a_stop_string_is_one_that_comes() -> None:
