@@ -116,16 +116,8 @@ class Running:
         self.num_new_tokens += 1
         index, token_id = output.index, output.token_id
         self.tokens[index].append(token_id)
-        if output.finish_reason is None and output.logprob is None and output.number:
-            return TokenDelta(
-                request_id=self.request_id,
-                epoch=self.epoch,
-                number=output.number,
-                ids=(token_id,),
-                text=output.text,
-                index=index,
-            )
-        self.finished[index] = output.finish_reason or ""
+        if output.finish_reason is not None:
+            self.finished[index] = output.finish_reason
         return TokenDelta(
             request_id=self.request_id,
             epoch=self.epoch,

@@ -16,7 +16,7 @@ _QUESTION = f"STREAM.INFO.{DEAD}"
 
 
 class BrokerClock:
-    """Asked for now and then; the monotonic clock counts in between.
+    """Asked from time to time; the monotonic clock counts in between.
 
     Args:
         ask: as ``Link.api``.
