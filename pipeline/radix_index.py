@@ -17,7 +17,9 @@ not needed, so a block whose parent was never heard of is as good as any.
 Blocks that were stored one behind the other have a set of their own. While it still has all of them
 (it loses those of which something else becomes true, and never gets others) it is whole: who meets
 it, and then its last block or it again, need not look in between. So a lookup touches one entry of
-the table for each such run, wherever in memory they are, not one per block.
+the table for each such run, wherever in memory they are, not one per block. Runs with the same
+holders that a lookup has passed one behind the other are a chain from then on, until one of them
+loses a block: of a chain, too, who meets two blocks knows those in between.
 
 Pure, and bounded: over ``max_blocks`` those go that were stored or touched longest ago. Of a run
 that came as one, the last block counts as the oldest: an earlier one is of use without it.
@@ -34,22 +36,39 @@ from schemas.kv_events import KvTier
 _OFFSET = {tier: number for number, tier in enumerate(TIERS)}
 _PRESSURE = 0.75  # of max_blocks: below it nothing goes, so nobody has to know what is in use
 _EVICT_SHARE = 256  # at the limit this part goes at once: looking for the oldest costs a scan
-_MIN_RUN = 4  # blocks that get a set of their own: it takes 160 bytes
+_MIN_RUN = 4  # blocks that get a set of their own: it takes 170 bytes
 _MAX_RUN = 64  # of blocks: who takes a part of a longer one would leave a rest that is not whole
 _STRIDE = 64  # hashes of a prompt that are taken at once
+
+
+class _Chain:
+    """Whole runs that lie one behind the other and have the same holders."""
+
+    __slots__ = ("is_whole",)
+
+    def __init__(self) -> None:
+        self.is_whole = True
 
 
 class _Holders:
     """A set of (worker, tier), and how many blocks have it. ``run_length``: it was made for so many
     that lie one behind the other, up to ``last``; 0: for any."""
 
-    __slots__ = ("bits", "last", "num_blocks", "run_length")
+    __slots__ = ("bits", "chain", "last", "num_blocks", "run_length")
 
     def __init__(self, bits: int, run: Sequence[bytes] = ()) -> None:
         self.bits = bits
         self.num_blocks = 0
         self.run_length = len(run)
         self.last = run[-1] if run else b""
+        self.chain: _Chain | None = None
+
+    @property
+    def group(self) -> _Holders | _Chain | None:
+        """The largest of which two blocks say that it has those in between; None: there is none."""
+        if self.num_blocks != self.run_length:
+            return None
+        return self.chain if self.chain is not None and self.chain.is_whole else self
 
 
 class RadixIndex:
@@ -119,15 +138,33 @@ class RadixIndex:
         Args:
             among: bits of the roll: who is asked about. By default everybody.
         """
-        walk = Walk()
-        return walk.end(self._go(walk, runs, among), self.roll)
+        walk, passed = Walk(), list[_Holders | None]()
+        number = self._go(walk, runs, among, passed)
+        for bits, some in groupby(passed, key=lambda one: one and one.bits):
+            if bits and len(tied := list(some)) > 1:
+                _tie(tied)
+        return walk.end(number, self.roll)
 
-    def _go(self, walk: Walk, runs: Iterable[Sequence[bytes]], among: int) -> int:
-        """Go down as far as anybody comes along; the number of blocks until there."""
+    def _go(
+        self,
+        walk: Walk,
+        runs: Iterable[Sequence[bytes]],
+        among: int,
+        passed: list[_Holders | None],
+    ) -> int:
+        """Go down as far as anybody comes along; the number of blocks until there.
+
+        Args:
+            passed: gets the whole runs on the way that are in no chain; None: others are between.
+        """
         number, get = 0, self._blocks.get
-        before, bits, since = None, -1, 0  # the last holders, who of them, where they were met
+        bits, since = -1, 0  # the last holders, who of them, where they were met
+        before: _Holders | None = None
+        group: _Holders | _Chain | None = None  # that the last block is in
         for run in runs:
             at, end = 0, len(run)
+            if group is not None and self._is_in(group, run[-1]):
+                at = end
             while at < end:
                 holders = get(run[at])
                 if holders is None:
@@ -138,29 +175,35 @@ class RadixIndex:
                         bits = holders.bits & among
                         if not walk.go_on(bits, since):
                             return since
-                if holders.num_blocks != holders.run_length:
+                group = holders.group
+                if group is None:
+                    passed.append(None)
                     at += 1
                     continue
+                passed.append(holders if group is holders else None)
                 stop = since - number + holders.run_length
-                if at < stop <= end and run[stop - 1] == holders.last:
+                if group is holders and at < stop <= end and run[stop - 1] == holders.last:
                     at = stop  # mostly it is met at its first block
-                elif get(run[-1]) is holders:
-                    at = end
                 else:
-                    at = self._end_of_run(run, at, holders)
+                    at = self._end_of(group, run, at)
             number += end
         return number
 
-    def _end_of_run(self, hashes: Sequence[bytes], at: int, holders: _Holders) -> int:
-        """The first place behind ``at`` that has not these holders, which are whole: they have all
-        that lies between two of theirs. The last of ``hashes`` is known not to have them."""
-        get, first, last = self._blocks.get, at, len(hashes) - 1
-        while last - first > 1:
-            middle = (first + last) // 2
-            if get(hashes[middle]) is holders:
+    def _is_in(self, group: _Holders | _Chain, block_hash: bytes) -> bool:
+        holders = self._blocks.get(block_hash)
+        return holders is not None and (holders is group or holders.chain is group)
+
+    def _end_of(self, group: _Holders | _Chain, hashes: Sequence[bytes], at: int) -> int:
+        """The first place behind ``at`` that is not in ``group``, as the block there is."""
+        first, end = at, len(hashes)
+        if self._is_in(group, hashes[-1]):
+            return end
+        while end - first > 1:
+            middle = (first + end) // 2
+            if self._is_in(group, hashes[middle]):
                 first = middle
             else:
-                last = middle
+                end = middle
         return first + 1
 
     def held_by(self, worker: str) -> dict[bytes, tuple[KvTier, ...]]:
@@ -303,6 +346,8 @@ class RadixIndex:
 
     def _leave(self, holders: _Holders, num_blocks: int) -> None:
         holders.num_blocks -= num_blocks
+        if holders.chain is not None:
+            holders.chain.is_whole = False
         if holders.num_blocks:
             return
         self._runs.discard(holders)
@@ -345,6 +390,8 @@ class RadixIndex:
             assert holders.bits, "a run that nobody holds is kept as one"
             is_whole = holders.num_blocks == holders.run_length
             assert not is_whole or self._blocks[holders.last] is holders, "its last block is not"
+        chained = [(one.chain, one.bits) for one in self._runs if one.chain and one.chain.is_whole]
+        assert len({chain for chain, _ in chained}) == len(set(chained)), "a chain is mixed"
         for bits, holders in self._sets.items():
             assert bits == holders.bits != 0, "a set is kept under other bits"
             assert holders.num_blocks > 0, "a set without blocks is kept"
@@ -355,6 +402,13 @@ def _bits(place: int, tier: KvTier, also: Sequence[KvTier]) -> int:
     for another in also:
         bits |= 1 << _OFFSET[another]
     return bits << (BITS * place)
+
+
+def _tie(runs: Iterable[_Holders | None]) -> None:
+    chain = _Chain()
+    for one in runs:
+        assert one is not None, "what lies between has no bits"
+        one.chain = chain
 
 
 def _strides(hashes: Iterator[bytes]) -> Iterator[list[bytes]]:
