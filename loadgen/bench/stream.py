@@ -12,25 +12,22 @@ import asyncio
 import sys
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
 import typer
 
 from infra.failure import EXIT_INTERRUPTED, first_mesh_error, report
-from loadgen.bench.own_mesh import own_mesh
-from loadgen.bench.processes import ProcessGroup, pids_by_kind, processes_of_mesh
+from loadgen.bench.processes import ProcessGroup, pids_by_kind
 from loadgen.bench.result import BenchResult, Figure
 from loadgen.bench.sse_load import LoadFigures, LoadOrder
+from loadgen.bench.stream_mesh import Server, StreamSettings, own_server
 from loadgen.bench.stream_samples import Samples, ratios
 from loadgen.machine import MachineNote
 from schemas.errors import ConfigError, MeshError
 
-MODEL = "smollm2-135m"
 _BUSY_CLIENT = 0.9  # of a core: then the load may be what limits
 _ORDER_S = 300.0
-_MAX_STREAMS = 4096
 _WARMUP_REQUESTS = 2  # per stream
 
 
@@ -38,50 +35,6 @@ class LoadFailed(MeshError):
     """Requests of the bench were not answered."""
 
     code = "load_failed"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamSettings:
-    """What to send: ``streams`` are numbers of streams at a time, each measured by itself.
-
-    Raises:
-        ConfigError: a number out of its range.
-    """
-
-    streams: tuple[int, ...]
-    repeats: int
-    requests_per_stream: int
-    input_len: int
-    output_len: int
-    speed: float
-    is_split: bool
-
-    def __post_init__(self) -> None:
-        if not self.streams:
-            raise ConfigError("give --streams", param="streams")
-        numbers = {
-            "streams": (min(self.streams), 1, _MAX_STREAMS),
-            "repeats": (self.repeats, 1, 100),
-            "requests": (self.requests_per_stream, 1, 1000),
-            "input_len": (self.input_len, 1, 1000),
-            "output_len": (self.output_len, 1, 1000),
-            "speed": (self.speed, 0.1, 1000),
-        }
-        for name, (value, least, most) in numbers.items():
-            if not least <= value <= most:
-                raise ConfigError(f"{name} is not within {least} and {most}", param=name)
-        if max(self.streams) > _MAX_STREAMS:
-            raise ConfigError(f"streams is not within 1 and {_MAX_STREAMS}", param="streams")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Server:
-    """Who is measured."""
-
-    name: str
-    url: str
-    model: str
-    processes: ProcessGroup
 
 
 class LoadProcess:
@@ -210,7 +163,7 @@ async def measure(
         LoadFailed: a request was not answered to its end.
         MeshNotStarted: there is no mesh to measure.
     """
-    async with _own_server(settings) as mesh, LoadProcess.started() as load:
+    async with own_server(settings) as mesh, LoadProcess.started() as load:
         servers = [mesh] if peer is None else [mesh, peer]
         samples = {s.name: {count: Samples() for count in settings.streams} for s in servers}
         for count in settings.streams:
@@ -230,19 +183,6 @@ async def _run_once(
     samples.cpu_s.append(server.processes.since(before_s))
     samples.loads.append(figures)
     samples.num_tokens.append(figures.num_completed * settings.output_len)
-
-
-@asynccontextmanager
-async def _own_server(settings: StreamSettings) -> AsyncGenerator[Server, None]:
-    workers = ("--prefill", "1", "--decode", "1") if settings.is_split else ("--both", "1")
-    batch = max(64, *settings.streams)
-    env = {
-        "MESH_WORKER_SPEED": f"{settings.speed:g}",
-        "MESH_WORKER_MAX_NUM_SEQUENCES": str(batch),
-        "MESH_WORKER_MAX_BATCH_TOKENS": str(max(8192, batch)),
-    }
-    async with own_mesh(("--engine", "simulated", *workers), env) as mesh:
-        yield Server(name="mesh", url=mesh.url, model=MODEL, processes=processes_of_mesh(mesh.pid))
 
 
 def make_result(

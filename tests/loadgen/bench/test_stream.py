@@ -6,7 +6,8 @@ import pytest
 from loadgen.bench import sse_load
 from loadgen.bench.processes import ProcessGroup, pids_by_kind
 from loadgen.bench.sse_load import LoadFigures, LoadOrder, run_order
-from loadgen.bench.stream import StreamSettings, make_result
+from loadgen.bench.stream import make_result
+from loadgen.bench.stream_mesh import StreamSettings
 from loadgen.bench.stream_samples import Samples, ratios
 from loadgen.machine import MachineNote
 from schemas.errors import ConfigError
