@@ -113,14 +113,15 @@ class SteadyStream:
 
     def flush(self) -> None:
         """Flush, or not; soon within an event loop, else now."""
+        if self._flushing is not None and self._flushing.is_running():
+            return
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
             self._flush_now()
             return
-        if self._flushing is not loop:
-            self._flushing = loop
-            loop.call_soon(self._flush_now)
+        self._flushing = loop
+        loop.call_soon(self._flush_now)
 
     def _flush_now(self) -> None:
         self._flushing = None

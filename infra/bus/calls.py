@@ -51,6 +51,7 @@ class PendingCalls:
 
     def __init__(self, inbox: str, late: Callable[[Call], MeshError]) -> None:
         self.inbox = inbox
+        self._loop = asyncio.get_running_loop()
         self._late = late
         self._numbers = itertools.count()
         self._waiting: dict[str, Call] = {}  # by reply subject
@@ -63,13 +64,12 @@ class PendingCalls:
     def begin(self, subject: str, timeout_s: float) -> Call:
         """A new question, which waits ``timeout_s`` at most. Whoever does not await it to its end
         must :meth:`give_up`."""
-        loop = asyncio.get_running_loop()
-        due_s = loop.time() + timeout_s
+        due_s = self._loop.time() + timeout_s
         reply = f"{self.inbox}.{next(self._numbers)}"
-        call = Call(subject, reply, loop.create_future(), due_s, timeout_s)
+        call = Call(subject, reply, self._loop.create_future(), due_s, timeout_s)
         self._waiting[reply] = call
         if due_s < self._rings_s:
-            self._ring_at(loop, due_s)
+            self._ring_at(due_s)
         return call
 
     def give_up(self, call: Call) -> None:
@@ -99,19 +99,19 @@ class PendingCalls:
             if not call.future.done():
                 call.future.set_exception(error_of(call))
 
-    def _ring_at(self, loop: asyncio.AbstractEventLoop, due_s: float) -> None:
+    def _ring_at(self, due_s: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
         self._rings_s = due_s
-        self._timer = loop.call_at(due_s, self._look, loop)
+        self._timer = self._loop.call_at(due_s, self._look)
 
-    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _look(self) -> None:
         """Fail who is late, and see who may be next."""
         self._timer, self._rings_s = None, math.inf
-        now_s = loop.time() + _EARLY_S
+        now_s = self._loop.time() + _EARLY_S
         self._fail([call for call in self._waiting.values() if call.due_s <= now_s], self._late)
         if self._waiting:
-            self._ring_at(loop, min(call.due_s for call in self._waiting.values()))
+            self._ring_at(min(call.due_s for call in self._waiting.values()))
 
 
 def has_no_responders(message: Msg) -> bool:

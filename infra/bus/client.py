@@ -53,6 +53,7 @@ class PersistentClient(Client):
         self._callbacks: dict[int, Callback] = {}  # by subscription
         self.on_crash: Callable[[Exception], None] = _raise
         self._is_write_due = False
+        self._loop = asyncio.get_running_loop()
 
     async def subscribe_direct(self, subject: str, queue: str, callback: Callback) -> Subscription:
         """Subscribe; ``callback`` is called with each message, in order, by whoever reads the
@@ -128,7 +129,7 @@ class PersistentClient(Client):
     def _write_soon(self) -> None:
         if not self._is_write_due:
             self._is_write_due = True
-            asyncio.get_running_loop().call_soon(self._write_pending)
+            self._loop.call_soon(self._write_pending)
 
     def _write_pending(self) -> None:
         self._is_write_due = False
@@ -137,7 +138,7 @@ class PersistentClient(Client):
         writer = getattr(self._transport, "_io_writer", None)
         if writer is None or writer.transport.get_write_buffer_size():
             if self._flush_queue is not None and self._flush_queue.empty():
-                flushed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+                flushed: asyncio.Future[Any] = self._loop.create_future()
                 self._flush_queue.put_nowait(flushed)
             return
         writer.transport.write(b"".join(self._pending))
@@ -166,7 +167,7 @@ class PersistentClient(Client):
         writer = getattr(self._transport, "_io_writer", None)
         if writer is not None and hasattr(socket, "TCP_CORK"):
             _cork(writer, True)
-            asyncio.get_running_loop().call_soon(_cork, writer, False)
+            self._loop.call_soon(_cork, writer, False)
         return super()._connect_command()
 
     async def _attempt_reconnect(self) -> None:
@@ -181,7 +182,7 @@ class PersistentClient(Client):
             await self._process_op_err(error)
 
     async def _send_ping(self, future: asyncio.Future[Any] | None = None) -> None:
-        self._pongs.append(future or asyncio.get_running_loop().create_future())
+        self._pongs.append(future or self._loop.create_future())
         await self._send_command(_PING)
         await self._flush_pending()
 
@@ -190,13 +191,13 @@ class PersistentClient(Client):
 
         In place of ``flush``, whose ``wait_for`` can swallow a cancellation (Python 3.11).
         """
-        pong: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        pong: asyncio.Future[Any] = self._loop.create_future()
         await self._send_ping(pong)
         await pong
 
     async def _process_pong(self) -> None:
         if self._pongs and self._pongs[0].done():
-            self._pongs[0] = asyncio.get_running_loop().create_future()
+            self._pongs[0] = self._loop.create_future()
         await super()._process_pong()
 
     async def leave(self) -> None:

@@ -109,6 +109,7 @@ class WorkPull:
         self._generation = 0  # of pulls; those of an older connection don't count
         self._credit = 0
         self._heard_s = 0.0
+        self._loop = asyncio.get_running_loop()
         self._awake = asyncio.Event()
         self._is_look_due = False
         self._is_stopping = False
@@ -121,7 +122,7 @@ class WorkPull:
         that is said in one turn of the loop."""
         if not self._is_look_due:
             self._is_look_due = True
-            asyncio.get_running_loop().call_soon(self._look)
+            self._loop.call_soon(self._look)
 
     def _look(self) -> None:
         self._is_look_due = False
@@ -158,15 +159,14 @@ class WorkPull:
     async def _until_something(self) -> None:
         """A pull that stands is answered at its end; without one, our own clock says when to look
         for room, or for the broker, again."""
-        loop = asyncio.get_running_loop()
-        look_s = loop.time() + self._expiry_s
+        look_s = self._loop.time() + self._expiry_s
         if self._credit > 0 and not self._is_lost:
             look_s = max(look_s, self._heard_s + 3 * self._expiry_s)
         try:
             async with asyncio.timeout_at(look_s):
                 await self._awake.wait()
         except TimeoutError:
-            if self._credit > 0 and loop.time() - self._heard_s >= 3 * self._expiry_s:
+            if self._credit > 0 and self._loop.time() - self._heard_s >= 3 * self._expiry_s:
                 self._start_over()
 
     def _start_over(self) -> None:
@@ -209,7 +209,7 @@ class WorkPull:
         count = self._num_wanted
         if not count:
             return
-        now_s = asyncio.get_running_loop().time()
+        now_s = self._loop.time()
         if self._credit == 0:
             self._heard_s = now_s
         expiry_s = min(until_next_s(self._expiry_s, now_s), self._expiry_s)
@@ -225,7 +225,7 @@ class WorkPull:
         self._credit += count
 
     def _receive(self, message: Msg) -> None:
-        self._heard_s = asyncio.get_running_loop().time()
+        self._heard_s = self._loop.time()
         if message.reply:
             self._credit = max(0, self._credit - 1)
             self._take(WorkMessage(self._bus, message))

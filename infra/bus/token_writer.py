@@ -46,6 +46,7 @@ class TokenWriter:
         self._max_batches = max_batches
         self._max_bytes = max_bytes
         self._sample_s = bus.times.ack_sample_s
+        self._loop = asyncio.get_running_loop()
         self._ring: deque[tuple[str, bytes]] = deque()
         self._ring_bytes = 0
         self._first = 0
@@ -100,7 +101,7 @@ class TokenWriter:
         self._ring_bytes += len(data)
         number = self._first + len(self._ring) - 1
         if self._next == number:
-            now_s = asyncio.get_running_loop().time()
+            now_s = self._loop.time()
             await self._write(number, ask=ask or now_s - self._asked_at_s >= self._sample_s)
 
     async def flush(self, timeout_s: float) -> None:
@@ -112,10 +113,9 @@ class TokenWriter:
         if not self._ring:
             return
         target = self._first + len(self._ring)
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[None] = loop.create_future()
+        future: asyncio.Future[None] = self._loop.create_future()
         self._waiting[future] = target
-        timer = loop.call_later(timeout_s, self._give_up, future, timeout_s)
+        timer = self._loop.call_later(timeout_s, self._give_up, future, timeout_s)
         try:
             if self._next == target and (target - 1) not in self._asked:
                 await self._write(target - 1, ask=True)
@@ -166,7 +166,7 @@ class TokenWriter:
             return False  # the connection broke while we wrote: everything is written again
         self._next = max(self._next, number + 1)
         if ask:
-            self._asked_at_s = asyncio.get_running_loop().time()
+            self._asked_at_s = self._loop.time()
             self._asked[number] = self._asked_at_s
         return True
 
@@ -179,7 +179,7 @@ class TokenWriter:
         self._awake.set()
 
     async def _look(self) -> None:
-        now_s = asyncio.get_running_loop().time()
+        now_s = self._loop.time()
         if self._is_answer_missing(now_s):
             log.warning("token_ack_missing", num_unconfirmed=len(self._ring))
             self._answer_s = min(2 * self._answer_s, _MAX_ANSWER_S)
@@ -235,7 +235,7 @@ class TokenWriter:
 
     def _confirm(self, end: int) -> None:
         if end > self._first:
-            self._progress_s = asyncio.get_running_loop().time()
+            self._progress_s = self._loop.time()
         while self._first < end:
             self._ring_bytes -= len(self._ring.popleft()[1])
             self._first += 1
