@@ -107,6 +107,7 @@ def command(
     split: Annotated[
         bool, typer.Option("--split", help="one prefill and one decode worker, not one for both")
     ] = False,
+    controls: Annotated[int, typer.Option(help="control processes")] = 1,
     peer_url: Annotated[
         str, typer.Option(help="another OpenAI-compatible server to send the same load to")
     ] = "",
@@ -131,6 +132,7 @@ def command(
             output_len=output_len,
             speed=speed,
             is_split=split,
+            controls=controls,
         )
         peer = _peer(peer_url, peer_model, peer_pid or [])
         samples = asyncio.run(measure(settings, peer))

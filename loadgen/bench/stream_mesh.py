@@ -23,7 +23,8 @@ _MAX_STREAMS = 4096
 class StreamSettings:
     """What to send: ``streams`` are numbers of streams at a time, each measured by itself; and what
     the simulated worker keeps: as much as the one of NVIDIA Dynamo, which is the usual peer, and in
-    blocks as large, so that both have the same books to keep.
+    blocks as large, so that both have the same books to keep. Of control processes there is one, as
+    that peer has one frontend; ``mesh up`` by itself makes two.
 
     Raises:
         ConfigError: a number out of its range.
@@ -36,6 +37,7 @@ class StreamSettings:
     output_len: int
     speed: float
     is_split: bool
+    controls: int = 1
     block_size: int = 64
     kv_tokens: int = 16_384 * 64
     kv_host_memory: int = 0
@@ -50,6 +52,7 @@ class StreamSettings:
             "input_len": (self.input_len, 1, 1000),
             "output_len": (self.output_len, 1, 1000),
             "speed": (self.speed, 0.1, 1000),
+            "controls": (self.controls, 1, 8),
         }
         for name, (value, least, most) in numbers.items():
             if not least <= value <= most:
@@ -78,7 +81,8 @@ async def own_server(settings: StreamSettings) -> AsyncGenerator[Server, None]:
     workers = ("--prefill", "1", "--decode", "1") if settings.is_split else ("--both", "1")
     with tempfile.TemporaryDirectory(prefix="mesh-bench-") as folder:
         env = _worker_env(settings, Path(folder))
-        async with own_mesh(("--engine", "simulated", *workers), env) as mesh:
+        flags = ("--engine", "simulated", "--controls", str(settings.controls), *workers)
+        async with own_mesh(flags, env) as mesh:
             processes = processes_of_mesh(mesh.pid)
             yield Server(name="mesh", url=mesh.url, model=MODEL, processes=processes)
 
