@@ -25,7 +25,8 @@ from infra.task_scope import task_scope
 from infra.times import Times
 from pipeline.claim_chain import ClaimChain
 from pipeline.reader_feed import ReaderFeed
-from pipeline.token_stream import MAX_WAITING, TokenStream, reader_of
+from pipeline.stream_hub import MAX_WAITING
+from pipeline.token_stream import TokenStream, reader_of
 from schemas import subjects
 from schemas.codec import encode, tag_of
 from schemas.control import CancelWord

@@ -45,31 +45,20 @@ class ChoiceView:
     finish_reason: str | None = None
     waiting: dict[int, TokenDelta] = field(default_factory=dict)  # by number, above the run
 
-    @property
-    def next_number(self) -> int:
-        """The number of the next token of the unbroken run."""
-        return len(self.token_ids)
-
-    def take(self, delta: TokenDelta) -> list[TokenDelta]:
-        """Add a valid delta; return those that now follow the run, in order."""
+    def take(self, delta: TokenDelta, ready: list[TokenDelta]) -> None:
+        """Add a valid delta; append to ``ready`` those that now follow the run, in order."""
         token_ids = self.token_ids
         if delta.number != len(token_ids):
             if delta.number > len(token_ids):
                 self.waiting.setdefault(delta.number, delta)
-            return []
-        token_ids += delta.ids
-        if delta.finish_reason is not None:
-            self.finish_reason = delta.finish_reason
-        ready = [delta]
-        while self.waiting and (following := self.waiting.pop(self.next_number, None)):
+            return
+        following: TokenDelta | None = delta
+        while following is not None:
+            token_ids += following.ids
+            if following.finish_reason is not None:
+                self.finish_reason = following.finish_reason
             ready.append(following)
-            self._extend(following)
-        return ready
-
-    def _extend(self, delta: TokenDelta) -> None:
-        self.token_ids.extend(delta.ids)
-        if delta.finish_reason is not None:
-            self.finish_reason = delta.finish_reason
+            following = self.waiting.pop(len(token_ids), None) if self.waiting else None
 
 
 class RequestView:
@@ -98,12 +87,18 @@ class RequestView:
 
     def apply_delta(self, delta: TokenDelta) -> list[TokenDelta]:
         """The deltas that a reader may show now: valid, in order, each once."""
+        ready: list[TokenDelta] = []
+        self.show(delta, ready)
+        return ready
+
+    def show(self, delta: TokenDelta, ready: list[TokenDelta]) -> None:
+        """As :meth:`apply_delta`, appending them to ``ready``: for who gathers those of many."""
         if self.terminal is not None or delta.epoch != self.epoch:
             self.num_void += 1
-            return []
+            return
         self.epoch_of_last_token = self.epoch
         choice = self.choices.get(delta.index) or self.choice(delta.index)
-        return choice.take(delta)
+        choice.take(delta, ready)
 
     def apply_entry(self, seq: int, entry: ChainEntry) -> None:
         """Apply the chain entry stored at stream sequence ``seq``."""

@@ -19,8 +19,9 @@ class QuietWatch:
         check: returns at once.
     """
 
-    def __init__(self, check: Callable[[], None]) -> None:
+    def __init__(self, check: Callable[[], None], loop: asyncio.AbstractEventLoop) -> None:
         self._check = check
+        self._loop = loop
         self._since_s: dict[object, float] = {}  # who waits; the longest first
         self._checked_s = -math.inf
         self._timer: asyncio.TimerHandle | None = None
@@ -30,10 +31,9 @@ class QuietWatch:
 
     def begin(self, who: object) -> None:
         """``who`` waits from now on."""
-        loop = asyncio.get_running_loop()
-        self._since_s[who] = loop.time()
+        self._since_s[who] = self._loop.time()
         if self._timer is None:
-            self._timer = loop.call_at(self._due_s, self._look)
+            self._timer = self._loop.call_at(self._due_s, self._look)
 
     def end(self, who: object) -> None:
         """``who`` heard something, or waits no more."""
@@ -42,7 +42,7 @@ class QuietWatch:
     def again(self, who: object) -> None:
         """``who`` heard something; if it waited, it waits on."""
         if self._since_s.pop(who, None) is not None:
-            self.begin(who)
+            self._since_s[who] = self._loop.time()
 
     @property
     def _due_s(self) -> float:
@@ -52,8 +52,7 @@ class QuietWatch:
         self._timer = None
         if not self._since_s:
             return
-        loop = asyncio.get_running_loop()
-        if loop.time() >= self._due_s:
-            self._checked_s = loop.time()
+        if self._loop.time() >= self._due_s:
+            self._checked_s = self._loop.time()
             self._check()
-        self._timer = loop.call_at(self._due_s, self._look)
+        self._timer = self._loop.call_at(self._due_s, self._look)

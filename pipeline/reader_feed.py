@@ -9,7 +9,8 @@ from contextlib import AsyncExitStack
 from infra.bus import TOKENS, Bus, StreamReader, replay
 from infra.task_scope import task_scope
 from pipeline.claim_chain import ClaimChain
-from pipeline.token_stream import StreamHub, TokenStream
+from pipeline.stream_hub import StreamHub
+from pipeline.token_stream import TokenStream
 from schemas import subjects
 from schemas.errors import BusUnavailable
 

@@ -1,39 +1,26 @@
-"""Reading the token streams of many requests that share one reader.
+"""One request as its client reads it.
 
-``StreamHub.on_message`` gets every message of the reader in stream order and hands it to the
-:class:`TokenStream` of its request; what counts is decided by ``pipeline/ownership.py``. Nothing
-here publishes except the end of a request that its reader gives up.
+What comes for it is handed over by its :class:`~pipeline.stream_hub.StreamHub`, in stream order.
+Nothing here publishes except the end of a request that its reader gives up.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from infra.bus import StoredMessage
-from pipeline.claim_chain import ClaimChain
 from pipeline.ownership import RequestView
-from pipeline.quiet import QuietWatch
-from pipeline.wakes import Wakes
 from schemas import subjects
 from schemas.errors import (
     BusUnavailable,
     DeadlineExceeded,
     EngineFailed,
-    InvalidRequest,
     MeshError,
     ReaderTooSlow,
     RequestCancelled,
-    SchemaError,
     from_info,
 )
 from schemas.tokens import (
@@ -44,131 +31,22 @@ from schemas.tokens import (
     Expired,
     StreamEnd,
     StreamError,
-    TokenBatch,
     TokenDelta,
-    decode_stream_message,
 )
 
+if TYPE_CHECKING:
+    from pipeline.stream_hub import StreamHub
+
 Part = TokenDelta | Accepted | ChainEntry  # of one request
-
-MAX_WAITING = 4096  # deltas of one stream that may wait to be read
-
-
-class StreamHub:
-    """The requests that one reader is waiting for.
-
-    Args:
-        tell_worker: the quick word to a worker that a request ended on its chain; None leaves it
-            to the router.
-        check: asks the stream whether the reader missed anything; called when some request
-            waits in silence (``pipeline/quiet.py``).
-        max_waiting: how many deltas of one stream may wait to be read. A stream over that is
-            given up alone (:class:`ReaderTooSlow`); what it kept is dropped.
-        on_overflow: told of each stream that was opened here and then given up like that.
-    """
-
-    def __init__(
-        self,
-        chain: ClaimChain,
-        now_unix_ms: Callable[[], int],
-        tell_worker: Callable[[str, str], Awaitable[None]] | None,
-        check: Callable[[], None],
-        *,
-        max_waiting: int = MAX_WAITING,
-        on_overflow: Callable[[TokenStream], None] | None = None,
-    ) -> None:
-        self.chain = chain
-        self.now_unix_ms = now_unix_ms
-        self.tell_worker = tell_worker
-        self.max_waiting = max_waiting
-        self._on_overflow = on_overflow
-        self.quiet = QuietWatch(check)
-        self.wakes = Wakes()
-        self._streams: dict[str, tuple[TokenStream, ...]] = {}  # who reads a request, oldest first
-
-    def __len__(self) -> int:
-        return len(self._streams)
-
-    def open(self, request_id: str, reader: str, deadline_unix_ms: int) -> TokenStream:
-        """Start to listen for a request; call before it is published.
-
-        Raises:
-            InvalidRequest: it is being read here already.
-        """
-        if request_id in self._streams:
-            raise InvalidRequest(f"{request_id} is being read already", param="request_id")
-        stream = TokenStream(
-            self, request_id, reader, deadline_unix_ms, on_overflow=self._on_overflow
-        )
-        self._streams[request_id] = (stream,)
-        return stream
-
-    def join(
-        self, request_id: str, reader: str, deadline_unix_ms: int, from_number: int = 0
-    ) -> TokenStream:
-        """Listen for a request that others may be reading here as well.
-
-        Args:
-            from_number: of each choice, the first token that is to be shown.
-        """
-        stream = TokenStream(self, request_id, reader, deadline_unix_ms, from_number)
-        self._streams[request_id] = (*self._streams.get(request_id, ()), stream)
-        return stream
-
-    def forget(self, stream: TokenStream) -> None:
-        """Stop to listen for one reader of a request."""
-        stream.disarm()
-        others = tuple(
-            other for other in self._streams.get(stream.request_id, ()) if other is not stream
-        )
-        if others:
-            self._streams[stream.request_id] = others
-        else:
-            self._streams.pop(stream.request_id, None)
-
-    def on_message(self, seq: int, subject: str, data: bytes) -> None:
-        """One message of the reader, in stream order."""
-        readers = self._streams.get
-        for part in self._parts(data):
-            for stream in readers(part.request_id, ()):
-                stream.take(seq, part)
-
-    async def catch_up(
-        self, streams: Sequence[TokenStream], past: AsyncGenerator[StoredMessage, None]
-    ) -> None:
-        """Give ``streams`` the reader's stored messages ``past``, before what comes live meanwhile.
-
-        Raises:
-            BusUnavailable: as ``past`` does; the streams are of no use then, but for another try.
-        """
-        behind: dict[str, tuple[TokenStream, ...]] = {}
-        for stream in streams:
-            stream.hold()
-            behind[stream.request_id] = (*behind.get(stream.request_id, ()), stream)
-        last_seq = 0
-        async with contextlib.aclosing(past) as messages:
-            async for message in messages:
-                last_seq = message.seq
-                for part in self._parts(message.data):
-                    for stream in behind.get(part.request_id, ()):
-                        stream.apply(last_seq, part)
-        for stream in streams:
-            stream.go_on(last_seq)
-
-    def _parts(self, data: bytes) -> Sequence[Part]:
-        try:
-            message = decode_stream_message(data)
-        except SchemaError:
-            return ()  # from a newer peer: what we don't know we can't need
-        return message.deltas if isinstance(message, TokenBatch) else (message,)
 
 
 class TokenStream:
     """One request as its client reads it: every token once, in order, then one end.
 
-    Iterate over it, or call :meth:`next_deltas`. After the last token ``end`` is set. What ends
-    a request otherwise is raised: what admission refused, DeadlineExceeded, RequestCancelled, or
-    the error that a worker met. Tokens, even the end, may come before Accepted.
+    Iterate over it, or call :meth:`next_deltas`: one task at a time. After the last token ``end``
+    is set. What ends a request otherwise is raised: what admission refused, DeadlineExceeded,
+    RequestCancelled, or the error that a worker met. Tokens, even the end, may come before
+    Accepted.
 
     As a context manager it cancels the request when left before the end.
     """
@@ -196,7 +74,7 @@ class TokenStream:
         self._too_slow: ReaderTooSlow | None = None
         self._held: list[tuple[int, Part]] | None = None
         self._accepted: Accepted | None = None
-        self._wake = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None  # what the reader's task waits for
         self._take_now: Callable[[Sequence[TokenDelta]], bool] | None = None
         self._failure: Exception | None = None  # of ``_take_now``
         self._has_begun = False  # a token was shown
@@ -340,25 +218,27 @@ class TokenStream:
                 self._heard()
 
     def _apply_delta(self, delta: TokenDelta) -> None:
-        ready = self.view.apply_delta(delta)
+        ready = self._ready
+        num_before = len(ready)
+        self.view.show(delta, ready)
         if self._from_number:
-            ready = [d for d in ready if d.number + len(d.ids) > self._from_number]
-        if not ready:
+            new = ready[num_before:]
+            ready[num_before:] = [d for d in new if d.number + len(d.ids) > self._from_number]
+        num_ready = len(ready)
+        if num_ready == num_before:
             return
-        is_told = bool(self._ready)  # and then whoever reads has been, or will be in a round
-        self._ready += ready
         if not self._has_begun:
             self._has_begun = True
             self._hand_on()
-        elif not is_told:
+        elif not num_before:  # else whoever reads has been told, or will be in a round
             self._hub.wakes.add(self._hand_on)
-        if len(self._ready) > self._max_ready and self._held is None:
+        if num_ready > self._max_ready and self._held is None:
             self._overflow()
 
     def _hand_on(self) -> None:
         """What is ready, to whoever follows, or to who waits."""
         if self._take_now is None or self._held is not None:
-            self._wake.set()
+            self._wake()
         elif self._ready:
             try:
                 is_taken = self._take_now(self._ready)
@@ -369,7 +249,7 @@ class TokenStream:
                 self._max_ready = self._hub.max_waiting
                 self._hub.quiet.again(self)
             else:
-                self._wake.set()
+                self._wake()
 
     def _overflow(self) -> None:
         """Its reader does not keep up: keep nothing more for it."""
@@ -380,7 +260,7 @@ class TokenStream:
             self._on_overflow(self)
 
     def _heard(self) -> None:
-        self._wake.set()
+        self._wake()
         if self.view.terminal is not None and self._accepted is not None:
             self._hub.forget(self)  # nothing that may still come counts
 
@@ -388,29 +268,29 @@ class TokenStream:
 
     async def _wait(self) -> None:
         """Until something came; a request past its deadline is ended here."""
-        self._wake.clear()
+        hub = self._hub
         if self._alarm is None:  # it rang, or the deadline is a new one
-            if self._left_s() <= 0:
+            left_s = (self.deadline_unix_ms - hub.now_unix_ms()) / 1000
+            if left_s <= 0:
                 await self._expire()
                 return
-            self._arm()
-        self._hub.quiet.begin(self)
+            # One timer per request, not one per wait.
+            self._alarm = hub.loop.call_later(left_s, self._ring)
+        self._waiter = hub.loop.create_future()
+        hub.quiet.begin(self)
         try:
-            await self._wake.wait()
+            await self._waiter
         finally:
-            self._hub.quiet.end(self)
+            self._waiter = None
+            hub.quiet.end(self)
 
-    def _left_s(self) -> float:
-        return (self.deadline_unix_ms - self._hub.now_unix_ms()) / 1000
-
-    def _arm(self) -> None:
-        """Wake whoever waits, at the deadline: one timer per request, not one per wait."""
-        loop = asyncio.get_running_loop()
-        self._alarm = loop.call_later(max(self._left_s(), 0), self._ring)
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def _ring(self) -> None:
         self._alarm = None
-        self._wake.set()
+        self._wake()
 
     def disarm(self) -> None:
         """The deadline is another one, or none."""

@@ -33,17 +33,15 @@ class Loop:
 
 
 @pytest.fixture
-def loop(monkeypatch: pytest.MonkeyPatch) -> Loop:
-    made = Loop()
-    monkeypatch.setattr(quiet.asyncio, "get_running_loop", lambda: made)
-    return made
+def loop() -> Loop:
+    return Loop()
 
 
 def test_who_hears_something_and_waits_on_waits_from_then(loop: Loop) -> None:
     """Its silence begins anew, behind those who have waited longer; who did not wait is not
     entered by it."""
     asked: list[float] = []
-    watch = QuietWatch(lambda: asked.append(loop.now_s))
+    watch = QuietWatch(lambda: asked.append(loop.now_s), loop)  # type: ignore[arg-type]
     watch.begin("a")
     loop.turn_to(100.5)
     watch.begin("b")
@@ -60,7 +58,7 @@ def test_who_hears_something_and_waits_on_waits_from_then(loop: Loop) -> None:
 def test_one_who_waits_in_silence_has_it_asked_once_a_second(loop: Loop) -> None:
     """Not before a second of silence, and again while the silence lasts."""
     asked: list[float] = []
-    watch = QuietWatch(lambda: asked.append(loop.now_s))
+    watch = QuietWatch(lambda: asked.append(loop.now_s), loop)  # type: ignore[arg-type]
     watch.begin("a")
     loop.turn_to(100.9)
     assert asked == []
@@ -71,7 +69,7 @@ def test_one_who_waits_in_silence_has_it_asked_once_a_second(loop: Loop) -> None
 def test_who_hears_something_begins_anew(loop: Loop) -> None:
     """A stream that flows never asks, though it waits most of the time."""
     asked: list[float] = []
-    watch = QuietWatch(lambda: asked.append(loop.now_s))
+    watch = QuietWatch(lambda: asked.append(loop.now_s), loop)  # type: ignore[arg-type]
     for step in range(50):
         watch.begin("flows")
         loop.turn_to(100.0 + 0.2 * (step + 1))
@@ -82,7 +80,7 @@ def test_who_hears_something_begins_anew(loop: Loop) -> None:
 def test_thousands_share_one_timer_and_one_question(loop: Loop) -> None:
     """And when nobody waits any more there is no timer at all."""
     asked: list[float] = []
-    watch = QuietWatch(lambda: asked.append(loop.now_s))
+    watch = QuietWatch(lambda: asked.append(loop.now_s), loop)  # type: ignore[arg-type]
     for number in range(10_000):
         watch.begin(number)
     assert len(loop.timers) == 1
@@ -97,7 +95,7 @@ def test_thousands_share_one_timer_and_one_question(loop: Loop) -> None:
 def test_one_silent_among_many_that_flow_is_noticed(loop: Loop) -> None:
     """Whoever waits longest counts, whatever the others hear."""
     asked: list[float] = []
-    watch = QuietWatch(lambda: asked.append(loop.now_s))
+    watch = QuietWatch(lambda: asked.append(loop.now_s), loop)  # type: ignore[arg-type]
     watch.begin("silent")
     for step in range(10):
         watch.begin("flows")
@@ -110,7 +108,7 @@ async def test_it_runs_on_a_real_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """The timer is the loop's own."""
     monkeypatch.setattr(quiet, "QUIET_S", 0.01)
     asked = asyncio.Event()
-    watch = QuietWatch(asked.set)
+    watch = QuietWatch(asked.set, asyncio.get_running_loop())
     watch.begin("a")
     async with asyncio.timeout(30):
         await asked.wait()
