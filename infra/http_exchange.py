@@ -140,11 +140,9 @@ class Exchange:
 
     def _begin(self, status: int, headers: Sequence[Header], *, is_chunked: bool) -> None:
         cycle = self._cycle
-        lines = [STATUS_LINE[status]]
-        for name, value in headers:
-            if _CONTROL.search(value):
-                raise ValueError(f"the header {name!r} can't hold {value!r}")
-            lines.append(b"%b: %b\r\n" % (name, value))
+        if _CONTROL.search(b"".join([value for _, value in headers])):
+            raise ValueError(f"headers can't hold control characters: {headers!r}")
+        lines = [STATUS_LINE[status], *[b"%b: %b\r\n" % header for header in headers]]
         if (b"connection", b"close") in headers:
             cycle.keep_alive = False
         elif not cycle.keep_alive:
@@ -208,6 +206,7 @@ class Exchange:
     def _end(self) -> None:
         cycle = self._cycle
         cycle.response_complete = True
+        cycle.scope.pop("extensions", None)  # a circle: scope, exchange, cycle
         cycle.message_event.set()  # who waits for the client to leave has nothing to wait for
         if not cycle.keep_alive:
             self._transport.close()

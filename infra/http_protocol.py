@@ -108,6 +108,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._idle_timer: asyncio.TimerHandle | None = None
         self._idle_since_s = math.inf  # by the loop's time; never while somebody is answered
         self._refusal: MeshError | None = None
+        self._num_bytes = 0  # at hand
         self._is_deaf = False  # closes after the answer on its way
         self._is_refused = False  # has been told; waits for the client to close
         self._watched: set[Exchange] = set()
@@ -140,6 +141,7 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         self._idle_since_s = math.inf
         self._has_progress = False
+        self._num_bytes = len(data)
         try:
             self._feed(data)
         except httptools.HttpParserError as error:
@@ -172,16 +174,20 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """The empty line behind the headers."""
         self._in_head = False
+        most_bytes = self._fed_bytes + self._num_bytes
         self._note_progress()
         self._stop_timer()
-        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-        if size > self.bounds.max_head_bytes:
+        if most_bytes > self.bounds.max_head_bytes and self._is_head_too_large():
             self._refusal = _too_large(self.bounds.max_head_bytes)
             raise self._refusal
         super().on_headers_complete()
         exchange = Exchange(self.transport, self.flow, self.cycle, self._watched)
         exchange.put_into(self.scope)  # type: ignore[arg-type] # before its task has begun
         self._in_body = True
+
+    def _is_head_too_large(self) -> bool:
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        return size > self.bounds.max_head_bytes
 
     def on_chunk_header(self) -> None:
         """The size of a chunk."""

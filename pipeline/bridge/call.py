@@ -62,8 +62,8 @@ class Call:
         self._receive = receive
         self._send = send
         self._exchange = Exchange.of(scope)
-        self._scope: asyncio.Timeout | None = None
-        self._reason: MeshError | None = None
+        self._attended: asyncio.Task[Any] | None = None  # the task that is
+        self._reason: MeshError | None = None  # why it is to end
 
     @property
     def tenant(self) -> str:
@@ -123,29 +123,46 @@ class Call:
             MeshError: what ``work`` raised, or what :meth:`interrupt` was given.
         """
         exchange = self._exchange
+        task = self._attended = asyncio.current_task()
+        assert task is not None, "a coroutine runs in a task"
+        num_cancels = task.cancelling()
+        alarm = self.interrupt_after(
+            timeout_s, lambda: DeadlineExceeded(f"no complete answer within {timeout_s:.3g} s")
+        )
         try:
-            async with asyncio.timeout(timeout_s) as self._scope:
-                if exchange is not None:
-                    exchange.watch(self._leave)
-                await work
-        except TimeoutError:
-            late = DeadlineExceeded(f"no complete answer within {timeout_s:.3g} s")
-            raise self._reason or late from None
+            if exchange is not None:
+                exchange.watch(self._leave)
+            await work
+        except asyncio.CancelledError:
+            if self._reason is None or task.cancelling() > num_cancels + 1:
+                raise  # somebody else ends this task
+            raise self._reason from None
         except ExceptionGroup as group:
             error = first_mesh_error(group)
             if error is None:
                 raise
             raise error from group
         finally:
-            self._scope = None
+            self._attended = None
+            alarm.cancel()
+            if self._reason is not None:
+                task.uncancel()
             if exchange is not None:
                 exchange.unwatch()
 
     def interrupt(self, reason: MeshError) -> None:
         """Make the attended work end with ``reason``; without effect when there is none."""
-        if self._scope is not None and self._reason is None and not self._scope.expired():
+        if self._attended is not None and self._reason is None:
             self._reason = reason
-            self._scope.reschedule(asyncio.get_running_loop().time())
+            self._attended.cancel()
+
+    def interrupt_after(self, delay_s: float, why: Callable[[], MeshError]) -> asyncio.TimerHandle:
+        """:meth:`interrupt` the work in ``delay_s``, unless what is returned is cancelled first. A
+        timer alone: ``asyncio.timeout`` costs several times that, and each request has two."""
+        return asyncio.get_running_loop().call_later(delay_s, self._ring, why)
+
+    def _ring(self, why: Callable[[], MeshError]) -> None:
+        self.interrupt(why())
 
     def _leave(self) -> None:
         self.interrupt(ClientLeft("the client closed the connection"))

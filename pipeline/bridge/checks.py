@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from pipeline.limits import RANGES, Range
 from schemas.errors import InvalidRequest
-from schemas.openai import ChatBody, GenerationBody
+from schemas.openai import ChatBody, CompletionBody, GenerationBody
 from schemas.unserved import unserved
 
 MAX_MODEL_NAME = 255
@@ -23,6 +24,15 @@ BODY_RANGES: dict[str, Range] = {
     "best_of": RANGES["n"],
     "priority": Range(-(2**31), 2**31 - 1),
 }
+
+
+def _numbers(kind: type[GenerationBody]) -> tuple[tuple[str, ...], attrgetter[Any]]:
+    names = tuple(name for name in BODY_RANGES if name in kind.__struct_fields__)
+    return names, attrgetter(*names)
+
+
+_KINDS: tuple[type[GenerationBody], ...] = (ChatBody, CompletionBody)
+_NUMBERS = {kind: _numbers(kind) for kind in _KINDS}
 
 Asks = Callable[[Any], bool]
 _UNSERVED: tuple[tuple[str, Asks, str], ...] = (
@@ -52,6 +62,11 @@ _UNSERVED_IN_CHAT: tuple[tuple[str, Asks, str], ...] = (
     ("echo", lambda body: body.echo, "echo is not served in chat"),
 )
 
+_REFUSALS: dict[type[GenerationBody], tuple[tuple[str, Asks, str], ...]] = {
+    ChatBody: _UNSERVED + _UNSERVED_IN_CHAT,
+    CompletionBody: _UNSERVED,
+}
+
 
 def check(body: GenerationBody) -> None:
     """Ranges and refusals of ``body``.
@@ -61,13 +76,15 @@ def check(body: GenerationBody) -> None:
     """
     if not 0 < len(body.model) <= MAX_MODEL_NAME:
         raise InvalidRequest(f"model is not 1 to {MAX_MODEL_NAME} characters", param="model")
-    for name, (low, high) in BODY_RANGES.items():
-        value = getattr(body, name, None)
-        if value is not None and not low <= value <= high:
-            raise InvalidRequest(f"{name} must be from {low} to {high}, not {value}", param=name)
+    names, numbers_of = _NUMBERS[type(body)]
+    for name, value in zip(names, numbers_of(body), strict=True):
+        if value is not None:
+            low, high = BODY_RANGES[name]
+            if not low <= value <= high:
+                reason = f"{name} must be from {low} to {high}, not {value}"
+                raise InvalidRequest(reason, param=name)
     if found := unserved(body):
         raise InvalidRequest(found[1], param=found[0])
-    more = _UNSERVED_IN_CHAT if isinstance(body, ChatBody) else ()
-    for name, asks, reason in _UNSERVED + more:
+    for name, asks, reason in _REFUSALS[type(body)]:
         if asks(body):
             raise InvalidRequest(reason, param=name)

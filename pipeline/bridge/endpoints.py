@@ -20,7 +20,7 @@ from pipeline.bridge.call import Call
 from pipeline.bridge.convert import Arrival, chat_requests, completion_requests, parse
 from pipeline.bridge.cors import Cors
 from pipeline.bridge.errors import ClientLeft, ShuttingDown
-from pipeline.bridge.generate import Generation, StreamedAnswer
+from pipeline.bridge.generate import Generation, StreamedAnswer, opened
 from pipeline.bridge.limits import Limits
 from pipeline.bridge.metering import find_model, settle, signed
 from pipeline.bridge.note import ReaderNote
@@ -250,7 +250,7 @@ class Generator:
     async def _open(self, call: Call, generation: Generation) -> None:
         """Wait for admission's word; what it made of the request is told in headers."""
         try:
-            await generation.open(self._limits.accept_s)
+            await opened(call, generation, self._limits.accept_s)
         except InvalidRequest as error:
             raise naming_header(error) from error
         call.answer_headers += degraded_headers(generation.accepted)

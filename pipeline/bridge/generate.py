@@ -26,6 +26,7 @@ Sink = Callable[[int, Sequence[TokenDelta]], Awaitable[None]]
 Taker = Callable[[int, Sequence[TokenDelta]], bool]
 
 _HEAD_S = 0.2
+_NO_TOKENS = Usage(prompt_tokens=0, completion_tokens=0)
 
 
 async def together(jobs: Sequence[Coroutine[Any, Any, None]]) -> None:
@@ -61,21 +62,19 @@ class Generation:
         self.num_prompts = len(openers)  # and so token streams
         self.accepted: Sequence[Accepted] = ()  # what admission said, per prompt; after open()
         self.prompt_tokens = 0  # of all prompts; after open()
+        self.is_complete = False  # every prompt has its end: run() has ended well
+        self.reasons: Sequence[str] = ()  # finish reasons, per choice; when complete
+        self.usage = _NO_TOKENS  # of all prompts together; when complete
 
-    async def open(self, timeout_s: float) -> None:
+    async def open(self) -> None:
         """Begin all streams and wait until admission has accepted their requests.
 
         Raises:
-            NoCapacity: admission did not decide within ``timeout_s``.
             MeshError: the bus refused, or admission did, for one of them.
         """
-        try:
-            async with asyncio.timeout(timeout_s):
-                await together([self._open_one(i) for i in range(self.num_prompts)])
-        except TimeoutError:
-            raise NoCapacity(f"admission did not answer within {timeout_s:g} s") from None
+        await together([self._open_one(i) for i in range(self.num_prompts)])
         self.accepted = [self._words[i] for i in range(self.num_prompts)]
-        self.prompt_tokens = sum(word.prompt_tokens for word in self.accepted)
+        self.prompt_tokens = sum([word.prompt_tokens for word in self.accepted])
 
     async def _open_one(self, prompt: int) -> None:
         stream = await self._openers[prompt]()
@@ -100,6 +99,10 @@ class Generation:
             MeshError: one of the streams failed.
         """
         await together([self._pump(i, sink, taker) for i in range(self.num_prompts)])
+        ends = [self._ends[i] for i in range(self.num_prompts)]
+        self.reasons = [reason for end in ends for reason in end.finish_reasons]
+        self.usage = ends[0].usage if len(ends) == 1 else _sum_of([end.usage for end in ends])
+        self.is_complete = True
 
     async def _pump(self, prompt: int, sink: Sink, taker: Taker | None) -> None:
         stream, first = self._streams[prompt], prompt * self.n
@@ -112,11 +115,6 @@ class Generation:
             stream.follow(None)
         if stream.end is not None:
             self._ends[prompt] = stream.end
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every prompt has its end."""
-        return len(self._ends) == self.num_prompts
 
     @property
     def is_ending(self) -> bool:
@@ -139,23 +137,6 @@ class Generation:
         return prompts + sum(stream.num_tokens for stream in self._streams.values())
 
     @property
-    def reasons(self) -> list[str]:
-        """Finish reasons, per choice; complete after :meth:`run`."""
-        return [reason for i in range(self.num_prompts) for reason in self._ends[i].finish_reasons]
-
-    @property
-    def usage(self) -> Usage:
-        """Of all prompts together; complete after :meth:`run`."""
-        usages = [end.usage for end in self._ends.values()]
-        if len(usages) == 1:
-            return usages[0]
-        return Usage(
-            prompt_tokens=sum(usage.prompt_tokens for usage in usages),
-            completion_tokens=sum(usage.completion_tokens for usage in usages),
-            cached_tokens=sum(usage.cached_tokens for usage in usages),
-        )
-
-    @property
     def facts(self) -> dict[str, Any]:
         """For the request's log line; complete after :meth:`run`."""
         usage = self.usage
@@ -171,22 +152,50 @@ class Generation:
 
         A bus that is away can't be told: the requests then end at their deadline.
         """
-        streams = self._streams.values()
-        await together([self._close_one(one, reason, keeps, log) for one in streams])
+        for stream in self._streams.values():
+            if stream.end is not None:
+                stream.leave()
+        left = [stream for stream in self._streams.values() if stream.end is None]
+        if left:
+            await together([self._close_one(one, reason, keeps, log) for one in left])
 
     @staticmethod
     async def _close_one(
         stream: Stream, reason: str, keeps: Callable[[str], bool], log: Logger
     ) -> None:
-        if stream.end is None and keeps(stream.request_id):
+        if keeps(stream.request_id):
             stream.leave()
             return
         try:
-            if reason and stream.end is None:
+            if reason:
                 await stream.cancel(reason)
             await stream.aclose()
         except MeshError as error:
             log.warning("cancel_failed", code=error.code, reason=error.message)
+
+
+def _sum_of(usages: Sequence[Usage]) -> Usage:
+    return Usage(
+        prompt_tokens=sum(usage.prompt_tokens for usage in usages),
+        completion_tokens=sum(usage.completion_tokens for usage in usages),
+        cached_tokens=sum(usage.cached_tokens for usage in usages),
+    )
+
+
+async def opened(call: Call, generation: Generation, timeout_s: float) -> None:
+    """Open ``generation``; attended work of ``call``, which ends with NoCapacity when admission
+    does not decide within ``timeout_s``.
+
+    Raises:
+        MeshError: as :meth:`Generation.open`.
+    """
+    alarm = call.interrupt_after(
+        timeout_s, lambda: NoCapacity(f"admission did not answer within {timeout_s:g} s")
+    )
+    try:
+        await generation.open()
+    finally:
+        alarm.cancel()
 
 
 class StreamedAnswer:
@@ -250,7 +259,7 @@ class StreamedAnswer:
             await self._write(first, deltas)
 
     async def _write(self, first: int, deltas: Sequence[TokenDelta]) -> None:
-        data = self._events_of(first, deltas)
+        data = self._events.deltas(first, deltas)
         if not data:
             return
         if self._generation.is_ending:
@@ -267,7 +276,7 @@ class StreamedAnswer:
         """The same where nothing is to be waited for; whether it was."""
         if self._is_waiting or not self._call.can_write_now:
             return False
-        data = self._events_of(first, deltas)
+        data = self._events.deltas(first, deltas)
         if data:
             if self._generation.is_ending:
                 self._rest += data
@@ -275,12 +284,6 @@ class StreamedAnswer:
                 self._call.write_now(data)
             self._note_write(first)
         return True
-
-    def _events_of(self, first: int, deltas: Sequence[TokenDelta]) -> bytes:
-        encode = self._events.delta
-        if len(deltas) == 1:
-            return encode(first + deltas[0].index, deltas[0])
-        return b"".join([encode(first + delta.index, delta) for delta in deltas])
 
     def _note_write(self, first: int) -> None:
         self._last_write_s = time.perf_counter()

@@ -9,7 +9,7 @@ from urllib.parse import parse_qs
 from pipeline.bridge.call import Call
 from pipeline.bridge.endpoints import Services, events_of
 from pipeline.bridge.errors import RequestNotFound
-from pipeline.bridge.generate import Generation, StreamedAnswer
+from pipeline.bridge.generate import Generation, StreamedAnswer, opened
 from pipeline.bridge.note import ReaderNote
 from schemas.errors import InvalidRequest, SchemaError
 from schemas.requests import RequestRecord
@@ -73,7 +73,7 @@ class Resumer:
             stream = services.client.resume(record.request_id, reader=record.reader, start_seq=seq)
             opener = partial(stack.enter_async_context, stream)
             generation = Generation([opener], record.sampling.n)
-            await generation.open(self._limits.accept_s)
+            await opened(call, generation, self._limits.accept_s)
             events = events_of(
                 note, record.request_id, generation, event_ids=True, after_event=after_event
             )

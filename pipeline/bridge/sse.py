@@ -78,28 +78,44 @@ class Events(ABC):
         self._after_event = after_event
         self._usage = Usage(prompt_tokens=prompt_tokens, completion_tokens=0)
         self._echoes = echoes
-        self._is_plain = not (form.event_ids or after_event)
+        self._is_numbered = form.event_ids or after_event > 0
         self._heads: list[bytes] = [b""] * len(echoes)  # filled when a choice opens
         self._tail = b""
+        self._runs = [False] * len(echoes)  # open, and its events differ in their text alone
         self._finished = [False] * len(echoes)
 
-    def delta(self, choice: int, delta: TokenDelta) -> bytes:
-        """The events of one delta, maybe none. A choice that has its finish reason gets no more."""
-        head = self._heads[choice]
-        if (
-            not head
-            or delta.finish_reason is not None
-            or delta.logprobs is not None
-            or self.form.continuous_usage
-        ):
-            return self._any_delta(choice, delta)
-        if not delta.text or self._finished[choice]:
+    def deltas(self, first: int, deltas: Sequence[TokenDelta]) -> bytes:
+        """The events of what came for one prompt, in order, maybe none. A choice that has its
+        finish reason gets no more.
+
+        Args:
+            first: the number of the prompt's first choice.
+        """
+        parts: list[bytes] = []
+        texts: list[bytes] = []  # as JSON, of a run of events that differ in it alone
+        running = first
+        for delta in deltas:
+            choice = first + delta.index
+            if choice != running:
+                parts.append(self._run(running, texts))
+                running, texts = choice, []
+            if self._runs[choice] and delta.finish_reason is None and delta.logprobs is None:
+                if delta.text:
+                    texts.append(_encode(delta.text))
+            else:
+                parts += (self._run(choice, texts), self._any_delta(choice, delta))
+                texts = []
+        last = self._run(running, texts)
+        return b"".join((*parts, last)) if parts else last
+
+    def _run(self, choice: int, texts: Sequence[bytes]) -> bytes:
+        if not texts:
             return b""
-        data = head + _encode(delta.text) + self._tail
-        if not self._is_plain:
-            return self._numbered(data)
-        self.num_events += 1
-        return data
+        head, tail = self._heads[choice], self._tail
+        if self._is_numbered:
+            return b"".join([self._numbered(head + text + tail) for text in texts])
+        self.num_events += len(texts)
+        return head + (tail + head).join(texts) + tail
 
     def _any_delta(self, choice: int, delta: TokenDelta) -> bytes:
         if self._finished[choice]:
@@ -121,11 +137,13 @@ class Events(ABC):
         head, _, tail = sample.rpartition(_MARK_JSON)
         self._heads[choice] = b"data: " + head
         self._tail = tail + b"\n\n"
+        self._runs[choice] = not self.form.continuous_usage
         opening = self._opening(choice, self._echoes[choice], prompt)
         return self._event(opening) if opening is not None else b""
 
     def _close(self, choice: int, reason: str) -> bytes:
         self._finished[choice] = True
+        self._runs[choice] = False
         return self._event(self._closing(choice, reason))
 
     def _count(self, num_tokens: int) -> None:

@@ -37,6 +37,11 @@ def make(
     return kind(ABOUT, form or StreamForm(), prompt_tokens=5, echoes=echoes)
 
 
+def told(events: Events, choice: int, one: TokenDelta) -> bytes:
+    """The events of one delta."""
+    return events.deltas(choice - one.index, [one])
+
+
 def payloads(data: bytes) -> list[dict[str, object]]:
     """The JSON of all events but ``[DONE]``."""
     lines = [line for line in data.decode().split("\n") if line.startswith("data: {")]
@@ -47,7 +52,7 @@ def test_chat_transcript() -> None:
     """The exact bytes of a chat stream: role with the first token, text, one reason, usage,
     [DONE]."""
     events = make(ChatEvents, StreamForm(include_usage=True))
-    data = events.delta(0, delta("Hé\n")) + events.delta(0, delta("y", "stop"))
+    data = told(events, 0, delta("Hé\n")) + told(events, 0, delta("y", "stop"))
     data += events.end(["stop"], USAGE)
     start = (
         'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":7,"model":"m",'
@@ -72,7 +77,7 @@ def test_chat_transcript() -> None:
 def test_completions_transcript() -> None:
     """The exact bytes of a completions stream with echo: the prompt first; no usage unasked."""
     events = make(CompletionEvents, echoes=["Once"])
-    data = events.delta(0, delta(" upon")) + events.end(["length"], USAGE)
+    data = told(events, 0, delta(" upon")) + events.end(["length"], USAGE)
     start = (
         'data: {"id":"chatcmpl-1","object":"text_completion","created":7,"model":"m",'
         '"system_fingerprint":"r1","choices":[{"index":0,"text":'
@@ -91,7 +96,7 @@ def test_completions_transcript() -> None:
 def test_event_ids_count_events(kind: type[Events]) -> None:
     """Asked for, each event but [DONE] has its running number in front, from 1."""
     events = make(kind, StreamForm(event_ids=True, include_usage=True))
-    data = events.delta(0, delta("a")) + events.delta(0, delta("b")) + events.end(["stop"], USAGE)
+    data = told(events, 0, delta("a")) + told(events, 0, delta("b")) + events.end(["stop"], USAGE)
     blocks = data.decode().split("\n\n")[:-2]
     assert [block.split("\n")[0] for block in blocks] == [
         f"id: {i + 1}" for i in range(len(blocks))
@@ -103,16 +108,16 @@ def test_event_ids_count_events(kind: type[Events]) -> None:
 def test_an_empty_delta_makes_no_event(kind: type[Events]) -> None:
     """Text that is held back (half a character, maybe a stop string) sends nothing."""
     events = make(kind)
-    events.delta(0, delta("a"))
-    assert events.delta(0, delta("")) == b""
+    told(events, 0, delta("a"))
+    assert told(events, 0, delta("")) == b""
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_follows_a_finish_reason(kind: type[Events]) -> None:
     """A choice has one finish reason, and it is its last word."""
     events = make(kind)
-    events.delta(0, delta("a", "length"))
-    assert events.delta(0, delta("b")) == b""
+    told(events, 0, delta("a", "length"))
+    assert told(events, 0, delta("b")) == b""
     assert events.end(["length"], USAGE) == b"data: [DONE]\n\n"
 
 
@@ -138,7 +143,7 @@ def test_usage_grows_when_asked_for() -> None:
     """continuous_usage_stats: every chunk carries the usage so far, the last the exact one."""
     form = StreamForm(include_usage=True, continuous_usage=True)
     events = make(ChatEvents, form)
-    data = events.delta(0, delta("a")) + events.delta(0, delta("")) + events.delta(0, delta("b"))
+    data = told(events, 0, delta("a")) + told(events, 0, delta("")) + told(events, 0, delta("b"))
     data += events.end(["stop"], USAGE)
     counts = [chunk["usage"]["completion_tokens"] for chunk in payloads(data)]
     assert counts == [0, 1, 3, 3, 2]
@@ -152,7 +157,7 @@ def some_logprob(text: str, value: float = -0.5) -> TokenLogprob:
 def test_logprobs_in_chat_form() -> None:
     """Bytes are null where a token is part of a character; minus infinity is a number."""
     events = make(ChatEvents)
-    (_, chunk) = payloads(events.delta(0, delta("é", logprobs=[some_logprob("é")])))
+    (_, chunk) = payloads(told(events, 0, delta("é", logprobs=[some_logprob("é")])))
     assert chunk["choices"][0]["logprobs"] == {
         "content": [
             {
@@ -169,9 +174,9 @@ def test_logprobs_in_chat_form() -> None:
 def test_logprobs_in_completions_form() -> None:
     """Offsets run on over chunks and start after the echo; the chosen token is in its top."""
     events = make(CompletionEvents, echoes=["Once"])
-    data = events.delta(0, delta("ab", logprobs=[some_logprob("ab")]))
-    data += events.delta(0, delta("", logprobs=[some_logprob("\ufffd")]))
-    data += events.delta(0, delta("é", logprobs=[some_logprob("\ufffd")]))
+    data = told(events, 0, delta("ab", logprobs=[some_logprob("ab")]))
+    data += told(events, 0, delta("", logprobs=[some_logprob("\ufffd")]))
+    data += told(events, 0, delta("é", logprobs=[some_logprob("\ufffd")]))
     found = [chunk["choices"][0]["logprobs"] for chunk in payloads(data)[1:]]
     assert [one["text_offset"] for one in found] == [[4], [6], [7]]
     assert found[0] == {
@@ -238,7 +243,7 @@ def test_a_stream_adds_up_to_the_whole_answer(
     data = b""
     for text, index, with_logprobs in words:
         one = delta(text, index=index, logprobs=[some_logprob(text)] if with_logprobs else ())
-        data += events.delta(index, one)
+        data += told(events, index, one)
         gathered.add(index, one)
     data += events.end(["stop"] * 3, USAGE)
     assert data.endswith(b"data: [DONE]\n\n")
@@ -279,7 +284,7 @@ def test_what_is_left_out_is_exactly_what_the_client_has(
         data = b""
         for text, index, with_logprobs in words:
             logprobs = [some_logprob(text)] if with_logprobs else ()
-            data += events.delta(index, delta(text, index=index, logprobs=logprobs))
+            data += told(events, index, delta(text, index=index, logprobs=logprobs))
         return data + events.end(["stop"] * 3, USAGE)
 
     whole = write(0)
@@ -297,6 +302,38 @@ def test_the_short_way_writes_what_the_long_way_writes(text: str) -> None:
     """An event made of constant parts has the same bytes as one that is encoded whole."""
     for kind, form in itertools.product(KINDS, (StreamForm(), StreamForm(event_ids=True))):
         short, long = make(kind, form), make(kind, form)
-        short.delta(0, delta("first"))
-        long.delta(0, delta("first"))
-        assert short.delta(0, delta(text)) == long._any_delta(0, delta(text))
+        told(short, 0, delta("first"))
+        told(long, 0, delta("first"))
+        assert told(short, 0, delta(text)) == long._any_delta(0, delta(text))
+
+
+@patient
+@given(
+    kind=st.sampled_from(KINDS),
+    form=FORMS,
+    is_numbered=st.booleans(),
+    words=st.lists(
+        st.tuples(TEXTS, st.integers(0, 2), st.booleans(), st.sampled_from([None, None, "stop"])),
+        max_size=12,
+    ),
+)
+def test_deltas_that_come_together_are_told_as_one_by_one(
+    kind: type[Events],
+    form: StreamForm,
+    is_numbered: bool,
+    words: list[tuple[str, int, bool, str | None]],
+) -> None:
+    """For any deltas of a prompt's choices: same bytes, same count of events."""
+    form = StreamForm(
+        include_usage=form.include_usage,
+        continuous_usage=form.continuous_usage,
+        event_ids=is_numbered,
+    )
+    together, alone = make(kind, form, [""] * 4), make(kind, form, [""] * 4)
+    deltas = [
+        delta(text, reason, index, [some_logprob(text)] if with_logprobs else ())
+        for text, index, with_logprobs, reason in words
+    ]
+    data = b"".join([told(alone, 1 + one.index, one) for one in deltas])
+    assert together.deltas(1, deltas) == data
+    assert together.num_events == alone.num_events
