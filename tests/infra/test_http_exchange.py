@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -205,3 +207,34 @@ async def test_no_header_ends_the_headers() -> None:
         expected = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
         assert await reader.readuntil(b"\r\n\r\n") == expected
         writer.close()
+
+
+async def test_a_streamed_answer_leaves_no_circle() -> None:
+    """What knew of a request is gone with it, whether or not anybody looks for garbage."""
+    known: list[weakref.ref[Any]] = []
+
+    class Request(dict[str, Any]):
+        """A scope's value that tells when the scope is gone."""
+
+    async def app(scope: Any, receive: Any, send: Send) -> None:
+        scope["state"] = Request()
+        known.append(weakref.ref(scope["state"]))
+        exchange = Exchange.of(scope)
+        assert exchange is not None
+        assert exchange.begin(200, [])
+        assert exchange.finish(b"all")
+
+    gc.collect()
+    gc.disable()
+    try:
+        bound = bind("127.0.0.1", 0, key="port")
+        async with http_server(app, bound), asyncio.timeout(WAIT_S):
+            reader, writer = await asyncio.open_connection(*bound.getsockname()[:2])
+            for _ in range(2):  # the connection itself keeps the last one
+                writer.write(request(b""))
+                await reader.readuntil(b"0\r\n\r\n")
+            assert len(known) == 2
+            assert known[0]() is None
+            writer.close()
+    finally:
+        gc.enable()
