@@ -102,3 +102,30 @@ def test_the_table_of_words_is_bounded() -> None:
     assert words.encode("unheard of") is None
     assert len(words._known) == 0
     assert words.encode("unheard of") == tokenizer.encode("unheard of").ids
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "text", ["a b", " a", "a\nb c", "it's 1 2", "a  b", "a   b", "a \n b", "a\n  b", "a\n ", " "]
+)
+def test_pieces_have_the_ids_that_they_have_within_the_text(name: str, text: str) -> None:
+    """Where blanks touch white space text may not be cut at them."""
+    words = words_of(KINDS[name])
+    assert words is not None
+    for beside in ("a b c", " 1 2", "'s b", "a\nb", " "):
+        words.encode(beside)
+    expected = KINDS[name].encode(text, add_special_tokens=False).ids
+    assert [words.encode(text) for _ in range(2)] == [expected, expected]
+
+
+def test_the_tables_of_pieces_are_bounded() -> None:
+    """A full one is begun anew, and the answers stay right."""
+    tokenizer = tiny_tokenizer()
+    words = words_of(tokenizer)
+    assert words is not None
+    for table in (words._firsts, words._pieces):
+        table |= {f"{number}": [0] for number in range(_MAX_WORDS + 1)}
+    assert words.encode("unheard of") == tokenizer.encode("unheard of").ids
+    assert len(words._firsts) == 2
+    assert list(words._pieces) == ["of"]
+    assert words.encode(" of") == tokenizer.encode(" of").ids
