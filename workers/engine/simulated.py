@@ -3,7 +3,7 @@
 Its KV is real in the way that matters. The KV of a token is 8 bytes, the chained hash of all
 tokens up to it, and it is read back from the pool to go on::
 
-    pool[slot(i)] = mix(pool[slot(i - 1)], token_ids[i])
+    pool[slot(i)] = (pool[slot(i - 1)] * RATIO + token_ids[i] + START) mod 2**64
     next token    = function of pool[slot(last)], and with a temperature of seed, choice, number
 
 So a wrong block table, a lost or half-written block or a handover gone wrong changes the tokens
@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from infra.transport.shm import SharedPool
-from pipeline.cost_model import chunk_squares, decode_step_ms, prefill_step_ms
+from pipeline.cost_model import decode_step_ms, prefill_step_ms
 from pipeline.prefix_hash import salt_of
 from schemas.codec import pack_ids
 from schemas.errors import ModelUnsupported
@@ -37,20 +37,25 @@ from schemas.profiles import StepCosts
 from workers.engine.api import EngineInfo, InSharedPool, Sampled, ScheduledSequence
 from workers.engine.engine import Engine
 from workers.engine.output import REPLACEMENT, Vocabulary
+from workers.engine.prompt_scores import PromptScores
 from workers.engine.scheduler import EngineConfig
-from workers.step_meter import StepMeter
+from workers.step_meter import StepMeter, step_shape
 
 ENTRY_BYTES = 8  # the KV of one token
 START = 0x9E3779B97F4A7C15  # stands before the first token: 2**64 divided by the golden ratio
 
 _MASK = (1 << 64) - 1
-_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # SplitMix64's
+_SPREAD = 0xBF58476D1CE4E5B9  # SplitMix64's
 _ONE_IN = 200  # an answer ends by itself after about so many tokens
 _NUM_RANKED = 32  # tokens that a made-up distribution tells apart; a prompt's others are unlikely
 _UNLIKELY = -12.0
-_WORTH_ARRAYS = 16  # sequences: from here on arrays are faster than one at a time
 
 _Words = npt.NDArray[np.uint64]
+
+RATIO = 0x5851F42D4C957F2D  # Knuth's, of MMIX
+_PIECE = 1024  # positions that are computed at once
+_RATIO_UP: _Words = np.full(_PIECE, RATIO, np.uint64).cumprod()  # RATIO**1, RATIO**2, ...
+_RATIO_DOWN: _Words = np.full(_PIECE, pow(RATIO, -1, 1 << 64), np.uint64).cumprod()
 
 
 # Chosen, not measured here: the fit that DistServe published for OPT-13B on one A100
@@ -67,34 +72,23 @@ DEFAULT_COSTS: Final = StepCosts(
 
 def batch_ms(costs: StepCosts, batch: Seq[ScheduledSequence]) -> float:
     """Milliseconds of one step over ``batch``; one that prefills and decodes takes both times."""
-    decoding = [s.start for s in batch if s.count == 1 and s.start > 0]
-    num_decoding = len(decoding)
-    decode_ms = decode_step_ms(costs, num_decoding, sum(decoding) + num_decoding)
-    if num_decoding == len(batch):
+    num_tokens, num_squares, context_tokens, num_decoding = step_shape(batch)
+    decode_ms = decode_step_ms(costs, num_decoding, context_tokens)
+    if not num_tokens:
         return decode_ms
-    chunks = [s for s in batch if s.count != 1 or s.start == 0]
-    num_squares = sum(chunk_squares(s.start, s.start + s.count) for s in chunks)
-    return decode_ms + prefill_step_ms(costs, sum(s.count for s in chunks), num_squares)
+    return decode_ms + prefill_step_ms(costs, num_tokens, num_squares)
 
 
 def mix(state: int, value: int) -> int:
-    """64 bits that depend on all bits of both (the finalizer of SplitMix64)."""
-    x = ((state ^ value) * _FIRST + START) & _MASK
-    x = ((x ^ (x >> 30)) * _SECOND) & _MASK
-    return x ^ (x >> 31)
+    """64 bits, of which the lower half depends on all bits of both."""
+    x = ((state ^ value) * _SPREAD + START) & _MASK
+    return x ^ (x >> 32)
 
 
-def _mix_all(states: _Words, values: _Words | np.uint64) -> _Words:
-    """:func:`mix` of many at once: unsigned words wrap around by themselves."""
-    x = (states ^ values) * np.uint64(_FIRST) + np.uint64(START)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(_SECOND)
-    return x ^ (x >> np.uint64(31))
-
-
-def _draw(scheduled: ScheduledSequence) -> tuple[int, int, int]:
-    """What a draw depends on, beside the tokens before it."""
-    seed = (scheduled.sampling.seed or 0) & _MASK
-    return seed, scheduled.index, scheduled.token_number
+def _draw(scheduled: ScheduledSequence) -> int:
+    """What a draw depends on, beside the tokens before it: seed, choice and number in one."""
+    seed = scheduled.sampling.seed or 0
+    return ((seed * RATIO + scheduled.index) * RATIO + scheduled.token_number) & _MASK
 
 
 class StepClock:
@@ -135,6 +129,7 @@ class SimulatedRunner(InSharedPool):
         self.info = info
         self._pool = pool
         self._token_ids = tuple(token_ids)
+        self._num_token_ids = len(self._token_ids)
         self._eos = min(info.eos_token_ids) if info.eos_token_ids else None
         self._costs = costs
         self._clock = clock
@@ -142,12 +137,17 @@ class SimulatedRunner(InSharedPool):
         self._slots = pool.slots[: info.num_blocks]
         self._entries = self._slots.reshape(-1).data.cast("Q")
         self._entry_array = self._slots.reshape(-1).view(np.uint64)
-        self._token_array = np.array(self._token_ids, np.int64)
 
     def execute(self, batch: Seq[ScheduledSequence]) -> list[Sampled]:
         """Compute the batch; one result per sequence that samples, in batch order."""
         end_s = self._clock.begin() + batch_ms(self._costs, batch) / 1e3
-        sampled = [one for one in self._compute(batch) if one is not None]
+        sampled: list[Sampled] = []
+        for scheduled in batch:
+            state = self._write(scheduled)
+            if scheduled.scores is not None:
+                self._score(scheduled.scores, scheduled)
+            if scheduled.sample:
+                sampled.append(self._sample(scheduled, state))
         self._clock.end(end_s)
         return sampled
 
@@ -155,76 +155,52 @@ class SimulatedRunner(InSharedPool):
         """Copy one slot's bytes to another."""
         self._pool.copy_block(source, target)
 
-    def _compute(self, batch: Seq[ScheduledSequence]) -> list[Sampled | None]:
-        rows = [  # one more token of a sequence, any of the vocabulary, and no logprobs
-            row
-            for row, s in enumerate(batch)
-            if s.count == 1
-            and s.start > 0
-            and s.sample
-            and s.allowed is None
-            and s.sampling.logprobs is None
-        ]
-        if len(rows) < _WORTH_ARRAYS:
-            return [self._compute_one(scheduled) for scheduled in batch]
-        if len(rows) == len(batch):
-            return [*self._decode_together(batch)]
-        together = self._decode_together([batch[row] for row in rows])
-        found = dict(zip(rows, together, strict=True))
-        return [found.get(row) or self._compute_one(s) for row, s in enumerate(batch)]
-
-    def _compute_one(self, scheduled: ScheduledSequence) -> Sampled | None:
-        state = self._write_entries(scheduled)
-        self._score(scheduled)
-        return self._sample(scheduled, state) if scheduled.sample else None
-
-    def _decode_together(self, batch: Seq[ScheduledSequence]) -> list[Sampled]:
-        """What :meth:`_compute_one` gives for each of ``batch``, which all decode plainly."""
-        size = self._block_size
-        last = np.array([s.token_ids[s.start] for s in batch], np.uint64)
-        before = [s.block_table[(s.start - 1) // size] for s in batch]
-        here = [s.block_table[s.start // size] for s in batch]
-        starts, blocks = np.array([s.start for s in batch]), np.array((before, here)) * size
-        states = _mix_all(self._entry_array[blocks[0] + (starts - 1) % size], last)
-        self._entry_array[blocks[1] + starts % size] = states
-        warm = [row for row, s in enumerate(batch) if s.sampling.temperature > 0]
-        if warm:
-            drawn = states[warm]
-            for values in zip(*(_draw(batch[row]) for row in warm), strict=True):
-                drawn = _mix_all(drawn, np.array(values, np.uint64))
-            states[warm] = drawn
-        states = _mix_all(states, np.uint64(1))
-        chosen = self._token_array[
-            (states // np.uint64(_ONE_IN) % np.uint64(len(self._token_ids))).astype(np.int64)
-        ]
-        if self._eos is not None:
-            chosen[states % np.uint64(_ONE_IN) == 0] = self._eos
-        return [Sampled(token_id=token_id) for token_id in chosen.tolist()]
-
-    def _write_entries(self, scheduled: ScheduledSequence) -> int:
+    def _write(self, scheduled: ScheduledSequence) -> int:
         """Compute the positions of this step; returns the last entry."""
-        entries, table, size = self._entries, scheduled.block_table, self._block_size
-        token_ids, start = scheduled.token_ids, scheduled.start
+        entries, size, start = self._entries, self._block_size, scheduled.start
+        if scheduled.count > 1 or not start:
+            return self._write_chunk(scheduled)
+        block, offset = divmod(start, size)
+        here = scheduled.block_table[block] * size + offset
+        before = here - 1 if offset else (scheduled.block_table[block - 1] + 1) * size - 1
+        state = (entries[before] * RATIO + scheduled.token_ids[start] + START) & _MASK
+        entries[here] = state
+        return state
+
+    def _write_chunk(self, scheduled: ScheduledSequence) -> int:
+        """The same for many at once: ``state[i] = RATIO**i * (state[0] + sum of what each token up
+        to i adds, times RATIO**-j)``, in numbers that wrap around by themselves."""
+        table, size = scheduled.block_table, self._block_size
+        start, end = scheduled.start, scheduled.start + scheduled.count
         state = START
         if start:
-            state = entries[table[(start - 1) // size] * size + (start - 1) % size]
-        for position in range(start, start + scheduled.count):
-            # mix(), written out: a call for each token of a prompt is a third of what it costs
-            x = ((state ^ token_ids[position]) * _FIRST + START) & _MASK
-            x = ((x ^ (x >> 30)) * _SECOND) & _MASK
-            state = x ^ (x >> 31)
-            entries[table[position // size] * size + position % size] = state
+            state = self._entries[table[(start - 1) // size] * size + (start - 1) % size]
+        for begin in range(start, end, _PIECE):
+            added = np.array(scheduled.token_ids[begin : min(begin + _PIECE, end)], np.uint64)
+            added = (added + np.uint64(START)) * _RATIO_DOWN[: len(added)]
+            states = (added.cumsum() + np.uint64(state)) * _RATIO_UP[: len(added)]
+            self._put(table, begin, states)
+            state = int(states[-1])
         return state
+
+    def _put(self, table: Seq[int], start: int, states: _Words) -> None:
+        """Entries of the positions from ``start`` on, a block at a time."""
+        size, num_done = self._block_size, 0
+        while num_done < len(states):
+            block, offset = divmod(start + num_done, size)
+            at = table[block] * size + offset
+            part = states[num_done : num_done + size - offset]
+            self._entry_array[at : at + len(part)] = part
+            num_done += len(part)
 
     def _sample(self, scheduled: ScheduledSequence, state: int) -> Sampled:
         sampling = scheduled.sampling
         if sampling.temperature > 0:
-            for value in _draw(scheduled):
-                state = mix(state, value)
+            state = mix(state, _draw(scheduled))
         few = None if scheduled.allowed is None else self._favoured(scheduled)
         token_id = self._token_of(mix(state, 1), few)
         if sampling.logprobs is None:
-            return Sampled(token_id=token_id)
+            return Sampled(token_id)
         others = {
             self._token_of(mix(state, rank), few): None for rank in range(2, 2 + sampling.logprobs)
         }
@@ -233,10 +209,8 @@ class SimulatedRunner(InSharedPool):
         top = tuple((other, -0.25 * (rank + 1)) for rank, other in enumerate(ranked))
         return Sampled(token_id=token_id, logprob=-0.25, top=top)
 
-    def _score(self, scheduled: ScheduledSequence) -> None:
+    def _score(self, scores: PromptScores, scheduled: ScheduledSequence) -> None:
         """How likely the prompt's tokens were. Here the likeliest is what a greedy answer says."""
-        if scheduled.scores is None:
-            return
         entries, table, size = self._entries, scheduled.block_table, self._block_size
         num_top = scheduled.sampling.prompt_logprobs or 0
         for position in scheduled.scored:
@@ -244,7 +218,7 @@ class SimulatedRunner(InSharedPool):
             ranked = (self._token_of(mix(state, 1 + rank), None) for rank in range(_NUM_RANKED))
             logprobs = {one: -0.25 * (rank + 1) for rank, one in enumerate(dict.fromkeys(ranked))}
             token_id = scheduled.token_ids[position + 1]
-            scheduled.scores.put(
+            scores.put(
                 position + 1,
                 Sampled(
                     token_id=token_id,
@@ -269,9 +243,10 @@ class SimulatedRunner(InSharedPool):
     def _token_of(self, state: int, few: Seq[int] | None) -> int:
         if few is not None:  # each half as likely as the one before it
             return few[min((state & -state).bit_length(), len(few)) - 1]
-        if self._eos is not None and state % _ONE_IN == 0:
+        place, rest = divmod(state, _ONE_IN)
+        if not rest and self._eos is not None:
             return self._eos
-        return self._token_ids[state // _ONE_IN % len(self._token_ids)]
+        return self._token_ids[place % self._num_token_ids]
 
 
 def readable_token_ids(vocabulary: Vocabulary) -> list[int]:
@@ -353,7 +328,7 @@ def build_simulated(
         block_size=block_size,
         num_blocks=num_blocks,
         block_bytes=block_size * ENTRY_BYTES,
-        fingerprint=salt_of("simulated-kv/1", layout, answers.identity).hex(),
+        fingerprint=salt_of("simulated-kv/2", layout, answers.identity).hex(),
         simulated_token_bytes=token_bytes,
     )
     pool = SharedPool(num_blocks + num_host_blocks, info.block_bytes)

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
+from infra.transport.shm import SharedPool
 from pipeline.cost_model import FREE, prefill_ms
 from schemas.errors import ContextTooLong, InvalidRequest, ModelUnsupported, NoCapacity
 from schemas.requests import SamplingParams
@@ -18,6 +20,7 @@ from tests.workers.engine.simulated_engines import (
     engines,
     expected_answer,
     make_engine,
+    make_runner,
     request_of,
     run,
     text_of,
@@ -26,7 +29,7 @@ from tests.workers.engine.simulated_engines import (
 )
 from workers.engine.api import FinishedRequest, Sampled, ScheduledSequence
 from workers.engine.engine import Engine
-from workers.engine.simulated import batch_ms, build_simulated
+from workers.engine.simulated import ENTRY_BYTES, batch_ms, build_simulated
 
 PROMPT = (10, 11, 12, 13, 14)
 
@@ -768,8 +771,27 @@ def test_a_decode_step_costs_by_context_and_batch() -> None:
     assert batch_ms(FREE, [scheduled(0, 8), scheduled(4, 1)]) == 0
 
 
+def test_a_long_prompt_at_once_leaves_what_its_tokens_leave_one_by_one() -> None:
+    """However a prompt is cut, its KV is the same, over blocks and pieces of the arithmetic."""
+    num_tokens, num_blocks = 2500, 2500 // BLOCK_SIZE
+    token_ids = [(7 * position) % 250 for position in range(num_tokens)]
+    pools = []
+    for cuts in ([0, num_tokens], [0, 1, 2, 3, 1100, *range(1101, num_tokens + 1)]):
+        pool = SharedPool(num_blocks, BLOCK_SIZE * ENTRY_BYTES)
+        runner = make_runner(pool)
+        for start, end in pairwise(cuts):
+            whole = scheduled(start, end - start)
+            whole.token_ids = token_ids
+            whole.block_table = range(num_blocks - 1, -1, -1)
+            runner.execute([whole])
+        pools.append(pool.slots.copy())
+        pool.close()
+    assert (pools[0] == pools[1]).all()
+    assert pools[0].any(axis=1).all()
+
+
 def test_many_at_once_get_what_each_would_get_alone() -> None:
-    """A large batch is computed together; seeds, temperatures and lengths stay each one's own."""
+    """Nobody's tokens depend on who else is in the batch; seeds, temperatures and lengths stay each one's own."""
     engine = make_engine(num_blocks=256, max_batch_tokens=512, max_num_sequences=64)
     samplings: dict[str, dict[str, object]] = {
         f"r{i}": {"seed": (-1) ** i * i * 2**61, "temperature": i % 3 / 2, "max_tokens": 8 + i % 5}
