@@ -38,6 +38,7 @@ NUM_CANDIDATES = (256, 2048, 16384)
 
 _NOT_KNOWN = -1  # in place of a token id
 _SLAB = 8  # rows whose logprobs are made at a time, so that they stay in the processor's cache
+_Way = Callable[[Tensor, Sequence[ScheduledSequence], Scan], list[int]]
 _GREEDY_BELOW = 1e-5  # a temperature that would overflow float32 where it changed anything
 
 
@@ -100,33 +101,27 @@ def uniform(seed: int, index: int, number: int) -> float:
 
 def draw(logits: Tensor, rows: Sequence[ScheduledSequence], scan: Scan = TORCH_SCAN) -> list[int]:
     """Token ids for adjusted logits, [num_rows, vocab_size] float32."""
+    ways: dict[_Way, list[int]] = {}
+    for number, row in enumerate(rows):
+        ways.setdefault(_way(row.sampling), []).append(number)
+    if len(ways) == 1:
+        (choose,) = ways
+        return choose(logits, rows, scan)
     chosen = [0] * len(rows)
-    for is_of_kind, choose in (
-        (_is_greedy, _draw_greedy),
-        (_is_unfiltered, _draw_unfiltered),
-        (_is_filtered, _draw_filtered),
-    ):
-        numbers = [number for number, row in enumerate(rows) if is_of_kind(row.sampling)]
-        if numbers:
-            share = logits if len(numbers) == len(rows) else logits[numbers]
-            for number, token_id in zip(
-                numbers, choose(share, [rows[number] for number in numbers], scan), strict=True
-            ):
-                chosen[number] = token_id
+    for choose, numbers in ways.items():
+        share = choose(logits[numbers], [rows[number] for number in numbers], scan)
+        for number, token_id in zip(numbers, share, strict=True):
+            chosen[number] = token_id
     return chosen
 
 
-def _is_greedy(sampling: SamplingParams) -> bool:
-    return sampling.temperature < _GREEDY_BELOW
-
-
-def _is_unfiltered(sampling: SamplingParams) -> bool:
-    has_filter = sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
-    return not _is_greedy(sampling) and not has_filter
-
-
-def _is_filtered(sampling: SamplingParams) -> bool:
-    return not _is_greedy(sampling) and not _is_unfiltered(sampling)
+def _way(sampling: SamplingParams) -> _Way:
+    """How a token is chosen."""
+    if sampling.temperature < _GREEDY_BELOW:
+        return _draw_greedy
+    if sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0:
+        return _draw_filtered
+    return _draw_unfiltered
 
 
 def _draw_greedy(logits: Tensor, rows: Sequence[ScheduledSequence], scan: Scan) -> list[int]:

@@ -140,6 +140,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "mesh_model_give": (None, (c_void_p, c_int32, c_int32, c_void_p)),
     "mesh_model_set_norm": (c_char_p, (c_void_p, c_int32, c_int32, c_void_p, c_int32)),
     "mesh_model_set_window": (None, (c_void_p, c_int32, c_int32)),
+    "mesh_model_wake": (None, (c_void_p,)),
     "mesh_model_run": (c_char_p, (c_void_p, POINTER(Batch))),
     "mesh_model_times": (None, (c_void_p, POINTER(Times))),
     "mesh_model_find_largest": (c_char_p, (c_void_p, POINTER(LogitRows), c_void_p)),

@@ -49,6 +49,10 @@ class NativeModel:
         """Let a layer's queries see themselves and the ``window - 1`` tokens before them."""
         self.functions.mesh_model_set_window(self.handle, layer, window)
 
+    def wake(self) -> None:
+        """Wake the model's threads: a step begins in some microseconds."""
+        self.functions.mesh_model_wake(self.handle)
+
     def times(self) -> Times:
         """Seconds of all steps so far, by what was done."""
         times = Times()

@@ -117,6 +117,7 @@ void run_steps(Model& model, const ModelShape& shape, size_t item_bytes) {
     std::vector<float> logits(static_cast<size_t>(num_logits * shape.vocab_size), NAN);
     const Batch batch = {static_cast<int32_t>(token_ids.size()), 3, token_ids.data(), spans.data(),
                          tables.data(), cosines.data(), sines.data(), pool.data(), logits.data()};
+    mesh_model_wake(&model);
     demand_no(mesh_model_run(&model, &batch));
     for (const float logit : logits) demand(std::isfinite(logit), "a logit is no number");
   }

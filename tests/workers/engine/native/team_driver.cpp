@@ -21,6 +21,7 @@ bool runs_each_task_once(int num_threads) {
     const int num_tasks = loop % (kMostTasks + 1);
     if (loop % 500 == 499)  // long enough for idle threads to fall asleep
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    if (loop % 4 == 3) team.wake();
     team.run(num_tasks, [&](int64_t task) { ++counts[static_cast<size_t>(task)]; });
     for (int task = 0; task < num_tasks; ++task) {
       if (counts[static_cast<size_t>(task)] != 1) return false;

@@ -127,6 +127,8 @@ void mesh_model_set_window(Model* model, int32_t layer, int32_t window) {
   model->layer(layer).window = window;
 }
 
+void mesh_model_wake(Model* model) { model->team.wake(); }
+
 const char* mesh_model_run(Model* model, const Batch* batch) {
   return guarded([&] { model->run(*batch); });
 }

@@ -61,6 +61,8 @@ MESH_API const char* mesh_model_set_norm(mesh::Model* model, int32_t layer, int3
                                          const float* weights, int32_t size);
 MESH_API void mesh_model_set_window(mesh::Model* model, int32_t layer, int32_t window);
 
+// Wakes the model's threads, for a step that begins in some microseconds.
+MESH_API void mesh_model_wake(mesh::Model* model);
 MESH_API const char* mesh_model_run(mesh::Model* model, const mesh::Batch* batch);
 MESH_API void mesh_model_times(const mesh::Model* model, mesh::Times* times);
 

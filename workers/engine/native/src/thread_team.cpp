@@ -51,6 +51,10 @@ ThreadTeam::~ThreadTeam() {
   for (auto& thread : threads_) thread.join();
 }
 
+void ThreadTeam::wake() {
+  if (!threads_.empty()) open(0, 0);  // a loop without tasks
+}
+
 void ThreadTeam::share(int64_t num_tasks, const void* context, Call call) {
   for (int64_t first = 0; first < num_tasks; first += kMostTasks) {
     loop_.first_task = first;
@@ -62,16 +66,22 @@ void ThreadTeam::share_part(int64_t num_tasks, const void* context, Call call) {
   loop_.call = call;
   loop_.context = context;
   const auto num_owned = static_cast<uint64_t>(std::min<int64_t>(num_tasks, size()));
-  const uint64_t loop = ++loop_.number;
-  ticket_.store(make_ticket(loop, num_tasks, num_owned), std::memory_order_release);
-  loop_.word.store(make_word(loop, num_owned), std::memory_order_release);
-  loop_.word.notify_all();
+  const uint64_t loop = open(num_tasks, num_owned);
   Member& own = members_[0];
   if (begin_own(own, loop)) do_task(own, loop, 0);
   take_common(own);
   for (uint64_t number = 1; number < num_owned; ++number)  // of those that have not come so far
     if (begin_own(members_[number], loop)) do_task(own, loop, number);
   await_all(loop, num_tasks);
+}
+
+// Makes the next loop visible; returns its number.
+uint64_t ThreadTeam::open(int64_t num_tasks, uint64_t num_owned) {
+  const uint64_t loop = ++loop_.number;
+  ticket_.store(make_ticket(loop, num_tasks, num_owned), std::memory_order_release);
+  loop_.word.store(make_word(loop, num_owned), std::memory_order_release);
+  loop_.word.notify_all();
+  return loop;
 }
 
 bool ThreadTeam::begin_own(Member& of, uint64_t loop) {

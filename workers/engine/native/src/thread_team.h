@@ -17,7 +17,7 @@ namespace mesh {
 // which begins without asking anybody; only the others are taken from a common counter. Who makes
 // the first ones as large as they may be has the least to share.
 //
-// One thread calls `run` at a time.
+// One thread calls `run` and `wake` at a time.
 class ThreadTeam {
  public:
   explicit ThreadTeam(int num_threads);
@@ -26,6 +26,10 @@ class ThreadTeam {
   ThreadTeam& operator=(const ThreadTeam&) = delete;
 
   int size() const { return static_cast<int>(threads_.size()) + 1; }
+
+  // Lets threads that sleep spin again: waking takes them as long as a layer of a small model, and
+  // who knows that `run` comes next need not wait for it then.
+  void wake();
 
   // Calls body(task) once for each task in [0, num_tasks), by any thread, in any order, and
   // returns when all are done. What a task does must not depend on who does it.
@@ -61,6 +65,7 @@ class ThreadTeam {
 
   void share(int64_t num_tasks, const void* context, Call call);
   void share_part(int64_t num_tasks, const void* context, Call call);
+  uint64_t open(int64_t num_tasks, uint64_t num_owned);
   void work(size_t number);
   static bool begin_own(Member& of, uint64_t loop);
   void do_task(Member& by, uint64_t loop, uint64_t task);
