@@ -12,9 +12,8 @@ Fails      ModelNotFound, InvalidRequest, ContextTooLong, QueueFull, OverBudget 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import msgspec
+from msgspec.structs import replace
 
 from infra.bus import WorkMessage, WrongLastSequence
 from pipeline.backlog import Backlog
@@ -35,8 +34,7 @@ from schemas.models import ModelCard
 from schemas.requests import InferenceRequest, RequestRecord, Slo
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Entry:
+class _Entry(msgspec.Struct, frozen=True, kw_only=True):
     """A request that may enter, or did before.
 
     Args:
@@ -92,7 +90,7 @@ class Admission:
         )
         return Work(
             subject=message.subject,
-            message=msgspec.structs.replace(request, reader=reader),
+            message=replace(request, reader=reader),
             headers=headers,
         )
 
@@ -253,10 +251,10 @@ def _clamped(entry: _Entry, max_tokens: int) -> _Entry:
     """With ``max_tokens`` over all choices instead of what was asked for."""
     sampling = entry.record.sampling
     each = max(1, max_tokens // sampling.n)
-    cut = msgspec.structs.replace(sampling, max_tokens=each)
+    cut = replace(sampling, max_tokens=each)
     return replace(
         entry,
-        record=msgspec.structs.replace(entry.record, sampling=cut),
+        record=replace(entry.record, sampling=cut),
         ask=replace(entry.ask, max_tokens=each * sampling.n),
         asked_max_tokens=sampling.max_tokens or 0,
     )

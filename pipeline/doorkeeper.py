@@ -17,9 +17,9 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-import msgspec
+from msgspec.structs import replace
 
 from pipeline.budget import Budget
 from pipeline.degradation import error_of
@@ -181,7 +181,7 @@ class Doorkeeper:
         if place.worker != subjects.ANY:
             self._budget.place(ask.request_id)
             self.room.openings.sent(ask.request_id, ask.served, place.worker)
-        return msgspec.structs.replace(place, overtakes=True) if overtakes else place
+        return replace(place, overtakes=True) if overtakes else place
 
     async def wait(
         self, record: RequestRecord, ask: Ask, *, is_admitted: bool

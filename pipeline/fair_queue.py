@@ -28,6 +28,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+import msgspec
+
 from pipeline.keyed_heap import KeyedHeap
 
 OUTPUT_WEIGHT = 2.0  # of a generated token, in computed prompt tokens; the paper's
@@ -38,8 +40,7 @@ _MAX_IDLE_TENANTS = 4096
 _MAX_CHARGED = 65_536  # requests under way whose charge can still be corrected
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ticket:
+class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     """One request that waits.
 
     Args:
@@ -103,8 +104,7 @@ class _Tenant:
     num_waiting: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Charge:
+class _Charge(msgspec.Struct, frozen=True):
     tenant: str
     tokens: float
     expected_tokens: float  # generated ones, of those

@@ -19,6 +19,8 @@ import math
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
 
+import msgspec
+
 from pipeline.fleet import Fleet
 from pipeline.forecast import Forecast
 from schemas.control import Beat
@@ -40,8 +42,7 @@ _UNKNOWN_DEPTH = 16  # sequences that may wait at a worker without costs
 _MAX_HELD = 262_144  # requests whose end is awaited
 
 
-@dataclass(frozen=True, slots=True)
-class _Task:
+class _Task(msgspec.Struct, frozen=True):
     """A request that was let go and that no worker has claimed."""
 
     served: str

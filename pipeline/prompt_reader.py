@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from pipeline.limits import SequenceLimit, check_priority, check_sampling, check_token_ids
 from pipeline.response_format import FormatChecks
@@ -18,8 +19,7 @@ _LONG_TEXT_CHARS = 2_000  # tokenized on another thread, so that the loop goes o
 _LONG_TEXT_TOKENS = 500
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """A request as its model sees it."""
 
     ids: list[int]

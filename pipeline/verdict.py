@@ -12,8 +12,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Literal
+
+import msgspec
 
 from pipeline.prefix_walk import Found
 from schemas.requests import Slo
@@ -26,8 +27,7 @@ from schemas.requests import Slo
 Shortage = Literal["ttft", "tbt", "decode", "kv"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """One request as the budget sees it.
 
     Args:
@@ -48,18 +48,17 @@ class Ask:
     max_tokens: int
     now_s: float
     since_s: float
-    num_cached: Mapping[str, int] = field(default_factory=dict)
+    num_cached: Mapping[str, int] = msgspec.field(default_factory=dict)
     found: Found | None = None
     num_choices: int = 1
     min_tokens: int = 0  # of all choices: a clamp never goes below
     tenant: str = ""
     priority: int = 0
-    slo: Slo = field(default_factory=Slo)
+    slo: Slo = Slo()
     asked_model: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forecasted:
+class Forecasted(msgspec.Struct, frozen=True, kw_only=True):
     """What was predicted for a request that may enter; None where no worker tells its costs."""
 
     ttft_ms: float | None = None  # from ``Ask.now_s`` to its first token
@@ -70,15 +69,13 @@ class Forecasted:
 _UNKNOWN = Forecasted()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Admit:
+class Admit(msgspec.Struct, frozen=True, kw_only=True):
     """It fits."""
 
     forecast: Forecasted = _UNKNOWN
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Clamp:
+class Clamp(msgspec.Struct, frozen=True, kw_only=True):
     """It fits with ``max_tokens``, over all choices, instead of what it asked for."""
 
     max_tokens: int
@@ -86,24 +83,21 @@ class Clamp:
     forecast: Forecasted = _UNKNOWN
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fallback:
+class Fallback(msgspec.Struct, frozen=True, kw_only=True):
     """Over budget; ``model`` is to answer instead, if it has room."""
 
     model: str
     shortage: Shortage
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wait:
+class Wait(msgspec.Struct, frozen=True, kw_only=True):
     """Over budget; predicted to fit at ``until_s`` (monotonic)."""
 
     until_s: float
     shortage: Shortage
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refuse:
+class Refuse(msgspec.Struct, frozen=True, kw_only=True):
     """Over budget, for good. ``reason`` is for people; None: it would never be admitted."""
 
     retry_after_s: float | None

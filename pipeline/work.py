@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+import msgspec
 
 from infra.bus import WorkMessage
 from schemas import subjects
@@ -19,8 +20,7 @@ T = TypeVar("T", bound=Message)
 Task = TypeVar("Task", bound=PrefillTask | DecodeTask | KvReady)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outgoing:
+class Outgoing(msgspec.Struct, frozen=True, kw_only=True):
     """A message to store before the ack.
 
     ``msg_id`` makes the broker drop a repeat: <request>.<stage>.<epoch>. Work messages carry
@@ -33,8 +33,7 @@ class Outgoing:
     epoch: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Handled:
+class Handled(msgspec.Struct, frozen=True, kw_only=True):
     """The regular end of a message. ``outcome`` is a word for log and metrics.
 
     A message that must wait for something has ``then``: it is called once ``publish`` is stored,
@@ -48,8 +47,7 @@ class Handled:
     then: Callable[[], Awaitable[Handled]] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work(Generic[T]):
+class Work(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
     """A decoded work message with its checked headers."""
 
     subject: str

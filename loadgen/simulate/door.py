@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 import time
 from array import array
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
-import msgspec
+from msgspec.structs import replace
 
 from loadgen.simulate.events import EventQueue
 from loadgen.simulate.request import Request
@@ -134,7 +134,7 @@ class VirtualDoor:
             if self._room is not None:
                 self._room.openings.sent(request.request_id, self._served, place.worker)
         if overtakes:
-            place = msgspec.structs.replace(place, overtakes=True)
+            place = replace(place, overtakes=True)
         self._exits.send_prefill(request, place)
 
     # ---- the budget ----------------------------------------------------------------------
