@@ -73,19 +73,19 @@ class BlockAttention {
       : block_(block),
         heads_(heads),
         head_dim_(head_dim),
-        num_queries_((block.end_position - block.first_position) * block.group),
         first_seen_(std::max(0, block.first_position + 1 - block.window)),
         scratch_(scratch),
         next_(head_dim) {
-    scratch.reserve(num_queries_, head_dim);
+    scratch.reserve((block.end_position - block.first_position) * block.group, head_dim);
   }
 
   void run() {
-    for (int head = block_.first_head; head < block_.end_head; ++head) {
-      begin(head);
+    for (int first = block_.first_head; first < block_.end_head; first += num_heads_) {
+      const int head = first / block_.group;
+      begin(first, std::min((head + 1) * block_.group, block_.end_head));
       for (int start = first_tile(); start < block_.end_position; start += kTile)
         add_tile_of(head, start);
-      for (int query = 0; query < num_queries_; ++query) finish(head, query);
+      for (int query = 0; query < num_queries(); ++query) finish(query);
     }
   }
 
@@ -98,10 +98,13 @@ class BlockAttention {
             std::min(kTile, block_.end_position - tile_start)};
   }
 
-  void begin(int head) {
+  // Some query heads of one group; what they read of keys and values is the same.
+  void begin(int first_head, int end_head) {
+    first_head_ = first_head;
+    num_heads_ = end_head - first_head;
     const Vec scale = splat(block_.scale);
-    for (int query = 0; query < num_queries_; ++query) {
-      const float* from = block_.queries + place(head, query, block_.query_stride);
+    for (int query = 0; query < num_queries(); ++query) {
+      const float* from = block_.queries + place(query, block_.query_stride);
       for (int at = 0; at < head_dim_; at += kWidth) {
         store(of(scratch_.queries, query) + at, load(from + at) * scale);
         store(of(scratch_.sums, query) + at, Vec{});
@@ -131,7 +134,7 @@ class BlockAttention {
     start += kTile;
     if (start >= block_.end_position) {
       start = first_tile();
-      if (++head == block_.end_head) return;
+      if (++head * block_.group >= block_.end_head) return;
     }
     const Visible range = range_of(start);
     next_.aim(heads_.head(head), start + range.first, start + range.last);
@@ -142,11 +145,11 @@ class BlockAttention {
     const Visible visible = {std::max(0, position + 1 - block_.window - tile_start),
                              std::min(kTile, position + 1 - tile_start)};
     if (visible.first >= visible.last) return;
-    const int first = (position - block_.first_position) * block_.group;
-    const int num_parts = (block_.group + kMostTogether - 1) / kMostTogether;
+    const int first = (position - block_.first_position) * num_heads_;
+    const int num_parts = (num_heads_ + kMostTogether - 1) / kMostTogether;
     for (int part = 0; part < num_parts; ++part) {
-      const int begin = block_.group * part / num_parts;
-      const int count = block_.group * (part + 1) / num_parts - begin;
+      const int begin = num_heads_ * part / num_parts;
+      const int count = num_heads_ * (part + 1) / num_parts - begin;
       const int query = first + begin;
       const Queries queries = {of(scratch_.queries, query), of(scratch_.sums, query),
                                scratch_.softmax.data() + query};
@@ -159,24 +162,26 @@ class BlockAttention {
     }
   }
 
-  void finish(int head, int query) {
+  void finish(int query) {
     const Vec total = splat(scratch_.softmax[static_cast<size_t>(query)].sum);
     const float* sums = of(scratch_.sums, query);
-    float* to = block_.outputs + place(head, query, block_.output_stride);
+    float* to = block_.outputs + place(query, block_.output_stride);
     for (int at = 0; at < head_dim_; at += kWidth) store(to + at, load(sums + at) / total);
   }
 
   float* of(Array<float>& array, int query) const { return array.data() + query * head_dim_; }
 
-  size_t place(int head, int query, size_t stride) const {
-    return static_cast<size_t>(query / block_.group) * stride +
-           static_cast<size_t>((head * block_.group + query % block_.group) * head_dim_);
+  int num_queries() const { return (block_.end_position - block_.first_position) * num_heads_; }
+
+  size_t place(int query, size_t stride) const {
+    return static_cast<size_t>(query / num_heads_) * stride +
+           static_cast<size_t>((first_head_ + query % num_heads_) * head_dim_);
   }
 
   const QueryBlock& block_;
   const KvHeads<Item>& heads_;
   const int head_dim_;
-  const int num_queries_;  // of one head
+  int first_head_ = 0, num_heads_ = 0;  // the query heads that are computed now
   const int first_seen_;   // the first position that some query sees
   Scratch& scratch_;
   TileFetcher<Item> next_;

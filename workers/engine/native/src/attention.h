@@ -5,10 +5,10 @@
 
 namespace mesh {
 
-// The queries of some kv heads, of consecutive positions of one sequence.
+// The queries of some heads, of consecutive positions of one sequence.
 struct QueryBlock {
   int first_position, end_position;
-  int first_head, end_head;  // of the kv heads
+  int first_head, end_head;  // of the query heads; not always whole groups
   int group;                 // query heads per kv head
   const float* queries;  // all query heads of the first position, one after the other
   float* outputs;        // likewise

@@ -85,9 +85,18 @@ void Model::plan_attention() {
                    [](const AttentionTask& a, const AttentionTask& b) {
                      return a.end_position > b.end_position;
                    });
-  // Heads are shared out too where there are few tasks; else one follows the other in a thread.
-  const bool are_few = attention_tasks_.size() < 4 * static_cast<size_t>(team.size());
-  head_shares_ = are_few ? shape.num_kv_heads : 1;
+  head_shares_ = head_shares(static_cast<int>(attention_tasks_.size()));
+}
+
+// Into how many pieces a task's query heads are shared out. One task after the other keeps a thread
+// busy where there are many, and all heads of a kv head read the same. But where even those are so
+// few that some threads would have one more to compute than others, each gets as many query heads.
+int Model::head_shares(int num_tasks) const {
+  if (num_tasks >= 4 * team.size()) return 1;
+  const bool are_even = num_tasks * shape.num_kv_heads % team.size() == 0;
+  const bool are_enough = num_tasks * shape.num_kv_heads >= 4 * team.size();
+  if (num_tasks > 1 || are_even || are_enough) return shape.num_kv_heads;
+  return std::min(team.size(), shape.num_heads);
 }
 
 // In the last layer keys and values were the last thing that other rows were needed for.
@@ -232,8 +241,8 @@ void Model::attend_task(const Layer& layer, int number, const AttentionTask& tas
   const int row = span.first_row + task.first_position - span.start;
   const QueryBlock block = {task.first_position,
                             task.end_position,
-                            shape.num_kv_heads * share / head_shares_,
-                            shape.num_kv_heads * (share + 1) / head_shares_,
+                            shape.num_heads * share / head_shares_,
+                            shape.num_heads * (share + 1) / head_shares_,
                             group(),
                             heads_.row(row),
                             attended_.row(row),

@@ -102,7 +102,7 @@ class Model {
     }
   };
 
-  // Some positions of one span, attended together: all kv heads of them, or one at a time.
+  // Some positions of one span, attended together: all heads of them, or some at a time.
   struct AttentionTask {
     int span;
     int first_position, end_position;
@@ -111,6 +111,7 @@ class Model {
   void begin(const Batch& batch);
   void place_rows();
   void plan_attention();
+  int head_shares(int num_tasks) const;
   void keep_wanted_rows();
   void embed();
   void attention_part(int number);
@@ -141,7 +142,7 @@ class Model {
   std::vector<Span> spans_;
   std::vector<int32_t> span_of_row_;
   std::vector<AttentionTask> attention_tasks_;
-  int head_shares_ = 1;  // into how many pieces a task's kv heads are shared out
+  int head_shares_ = 1;  // into how many pieces a task's query heads are shared out
   Rows hidden_;    // the residual stream
   Rows normed_;    // what the next linear layer reads
   Rows heads_;     // queries, keys, values
