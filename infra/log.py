@@ -12,7 +12,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any, TextIO
 
 import msgspec
@@ -23,6 +23,7 @@ from infra.steady import SteadyStream
 
 Logger = FilteringBoundLogger
 
+_METHOD_LEVELS = {"warn": "warning", "exception": "error"}  # of those called otherwise
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 
 
@@ -64,7 +65,7 @@ def set_up_process(
     unless given."""
     stream = stream or sys.stdout
     structlog.configure(
-        processors=[_Field("process", process), *_processors(format, stream, echo)],
+        processors=_processors(format, stream, echo, process=process),
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
         logger_factory=structlog.WriteLoggerFactory(SteadyStream(stream)),  # type: ignore[arg-type]
         cache_logger_on_first_use=True,
@@ -76,51 +77,44 @@ def set_up_process(
     return logger
 
 
-def _processors(format: str, stream: TextIO, echo: TextIO | None) -> list[Processor]:
-    processors: list[Processor] = [_Stamp()]
+def _processors(
+    format: str, stream: TextIO, echo: TextIO | None, process: str | None = None
+) -> list[Processor]:
+    processors: list[Processor] = [_Stamp(process)]
     if echo is not None:
         processors.append(_Echo(echo))
     if format == "json":
-        return [
-            *processors,
-            structlog.processors.format_exc_info,
-            structlog.processors.JSONRenderer(_to_json),
-        ]
+        return [*processors, _as_json]
     return [*processors, structlog.dev.ConsoleRenderer(colors=stream.isatty())]
 
 
-def _to_json(line: Any, default: Callable[[Any], Any]) -> str:
+def _as_json(logger: Any, method: str, event: MutableMapping[str, Any]) -> str:
+    if "exc_info" in event:
+        event = structlog.processors.format_exc_info(logger, method, event)
     try:
-        return msgspec.json.encode(line, enc_hook=default).decode()
+        return _encode(event).decode()
     except UnicodeEncodeError:  # half a character, out of the name of a file, say
-        return json.dumps(line, default=default)
+        return json.dumps(event, default=repr)
 
 
-class _Field:
-    """Adds one field to every line."""
-
-    def __init__(self, key: str, value: str) -> None:
-        self._key, self._value = key, value
-
-    def __call__(
-        self, _logger: Any, _method: str, event: MutableMapping[str, Any]
-    ) -> MutableMapping[str, Any]:
-        event.setdefault(self._key, self._value)
-        return event
+_encode = msgspec.json.Encoder(enc_hook=repr).encode
 
 
 class _Stamp:
-    """Adds level and time. A request has several lines, so the parts of a second are all that is
-    written anew in each."""
+    """Adds level, time and, when it is given, the process. A request has several lines, so the
+    parts of a second are all that is written anew in each."""
 
-    def __init__(self) -> None:
+    def __init__(self, process: str | None) -> None:
+        self._process = process
         self._second = -1
         self._until_second = ""
 
     def __call__(
         self, _logger: Any, method: str, event: MutableMapping[str, Any]
     ) -> MutableMapping[str, Any]:
-        event["level"] = {"warn": "warning", "exception": "error"}.get(method, method)
+        if self._process is not None:
+            event.setdefault("process", self._process)
+        event["level"] = _METHOD_LEVELS.get(method, method)
         second, ns = divmod(time.time_ns(), 1_000_000_000)
         if second != self._second:
             self._second = second
