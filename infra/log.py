@@ -70,7 +70,7 @@ def set_up_process(
         logger_factory=structlog.WriteLoggerFactory(SteadyStream(stream)),  # type: ignore[arg-type]
         cache_logger_on_first_use=True,
     )
-    logger: Logger = structlog.get_logger()
+    logger: Logger = structlog.get_logger().bind()  # itself: the proxy looks it up for each line
     root = logging.getLogger()
     root.handlers[:] = [_Bridge(logger)]
     root.setLevel(logging.WARNING)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 
 MAX_OPEN = 100_000  # requests whose end is awaited; an end may be missed
@@ -22,14 +23,14 @@ class AnswerLengths:
     """Running means of tokens per answer."""
 
     def __init__(self) -> None:
-        self._open: dict[str, str] = {}  # request -> model, oldest first
+        self._open: OrderedDict[str, str] = OrderedDict()  # request -> model, oldest first
         self._means: dict[str, _Mean] = {}
 
     def begin(self, request_id: str, served: str) -> None:
         """A request is being worked on."""
         self._open[request_id] = served
         if len(self._open) > MAX_OPEN:
-            del self._open[next(iter(self._open))]
+            self._open.popitem(last=False)
 
     def end(self, request_id: str, num_tokens: int | None) -> None:
         """It ended, with so many tokens; None: it was cut off, which says nothing of others."""

@@ -26,9 +26,18 @@ from schemas.tokens import Claim
 
 COUNT_S = 1.0  # how old the broker's count may be
 RATE_S = 10.0  # over which the rate of claims is taken
+_TOGETHER_S = 0.1  # claims within it are counted, not kept
 MAX_RETRY_S = 60.0  # more nobody waits, and workers may have come by then
 _UNKNOWN_S = 1.0  # Retry-After while nothing is being taken
 _IN_WORK = 64  # admissions without an ack that do not wait: two processes are at work on so many
+
+
+@dataclass(slots=True)
+class _Claims:
+    """Those of one moment."""
+
+    since_s: float
+    num: int = 0
 
 
 @dataclass(slots=True)
@@ -38,7 +47,8 @@ class Queue:
     counted: int = 0
     counted_s: float = -math.inf
     num_since: int = 0  # admitted here since it was counted
-    _claims: deque[float] = field(default_factory=deque)
+    _claims: deque[_Claims] = field(default_factory=deque)  # oldest first
+    _num_claims: int = 0
 
     @property
     def num_waiting(self) -> int:
@@ -55,7 +65,10 @@ class Queue:
 
     def note_claim(self, now_s: float) -> None:
         """A worker took one."""
-        self._claims.append(now_s)
+        if not self._claims or now_s - self._claims[-1].since_s >= _TOGETHER_S:
+            self._claims.append(_Claims(now_s))
+        self._claims[-1].num += 1
+        self._num_claims += 1
         self._forget(now_s)
 
     def retry_after_s(self, now_s: float) -> float:
@@ -63,12 +76,12 @@ class Queue:
         self._forget(now_s)
         if not self._claims:
             return _UNKNOWN_S
-        rate = len(self._claims) / max(COUNT_S, now_s - self._claims[0])
+        rate = self._num_claims / max(COUNT_S, now_s - self._claims[0].since_s)
         return min(max(self.num_waiting / rate, _UNKNOWN_S), MAX_RETRY_S)
 
     def _forget(self, now_s: float) -> None:
-        while self._claims and now_s - self._claims[0] > RATE_S:
-            self._claims.popleft()
+        while self._claims and now_s - self._claims[0].since_s > RATE_S:
+            self._num_claims -= self._claims.popleft().num
 
 
 class Backlog:
@@ -102,9 +115,10 @@ class Backlog:
             BusUnavailable: they can't be counted now.
         """
         queue = self._queue(served)
-        async with self._counting:  # one question for all who wait for its answer
-            if queue.is_stale(self._clock()):
-                queue.count(await self._ask(served), self._clock())
+        if queue.is_stale(self._clock()):
+            async with self._counting:  # one question for all who wait for its answer
+                if queue.is_stale(self._clock()):
+                    queue.count(await self._ask(served), self._clock())
         if queue.num_waiting >= self._limit:
             raise self.full(served)
         queue.num_since += 1

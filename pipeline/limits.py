@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import random
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -72,8 +72,8 @@ def check_sampling(params: SamplingParams) -> None:
     Raises:
         InvalidRequest: naming the field.
     """
-    for field, value in zip(RANGES, _ranged(params), strict=True):
-        if value is not None:
+    for (field, (low, high)), value in zip(RANGES.items(), _ranged(params), strict=True):
+        if value is not None and not low <= value <= high:
             _check(field, value, RANGES[field])
     if params.max_tokens == 0 and params.prompt_logprobs is None:
         raise InvalidRequest(
@@ -172,5 +172,6 @@ class SequenceLimit(NamedTuple):
         if params.min_tokens > max_tokens:
             raise InvalidRequest("min_tokens may not be over max_tokens", param="min_tokens")
         check_prompt_logprobs(params, num_prompt)
-        seed = secrets.randbits(63) if params.seed is None else params.seed % 2**64
+        # No secret, so no question to the kernel: it must only differ from request to request.
+        seed = random.getrandbits(63) if params.seed is None else params.seed % 2**64
         return msgspec.structs.replace(params, max_tokens=max_tokens, seed=seed)

@@ -20,6 +20,7 @@ The rules:
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -152,7 +153,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._holdings: dict[str, Holding] = {}
-        self._ended: dict[str, None] = {}  # oldest first
+        self._ended: OrderedDict[str, None] = OrderedDict()  # oldest first
         self._by_worker: dict[str, dict[str, Holding]] = {}
 
     def __len__(self) -> int:
@@ -170,13 +171,11 @@ class Ledger:
         if known is not None:
             self._forget(known)
         if isinstance(entry, Claim):
-            self._remember(
-                Holding(request_id=entry.request_id, reader=reader, claim=entry, seq=seq)
-            )
+            self._remember(Holding(entry.request_id, reader, entry, seq))
             return None
         self._ended[entry.request_id] = None
         if len(self._ended) > _REMEMBERED_ENDS:
-            del self._ended[next(iter(self._ended))]
+            self._ended.popitem(last=False)
         return known
 
     def get(self, request_id: str) -> Holding | None:

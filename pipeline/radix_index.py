@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, islice
 
-from pipeline.prefix_walk import BITS, TIERS, Found, Match, Roll, Walk
+from pipeline.prefix_walk import BITS, NOBODY, TIERS, Found, Match, Roll, Walk
 from schemas.kv_events import KvTier
 
 _OFFSET = {tier: number for number, tier in enumerate(TIERS)}
@@ -140,6 +140,8 @@ class RadixIndex:
         """
         walk, passed = Walk(), list[_Holders | None]()
         number = self._go(walk, runs, among, passed)
+        if not number:
+            return NOBODY
         for bits, some in groupby(passed, key=lambda one: one and one.bits):
             if bits and len(tied := list(some)) > 1:
                 _tie(tied)

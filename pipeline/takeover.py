@@ -58,7 +58,6 @@ from schemas.tokens import (
     Claim,
     Expired,
     StreamEnd,
-    StreamError,
     decode_chain_entry,
 )
 
@@ -194,7 +193,7 @@ class TakeOver:
         elif ended is not None:
             self._placed.pop(ended.request_id, None)
             self._claimed_s.pop(ended.request_id, None)
-            if isinstance(entry, Cancelled | Expired | StreamError) and not self._ended.full():
+            if not isinstance(entry, StreamEnd) and not self._ended.full():
                 self._ended.put_nowait((ended.claim.worker, ended.request_id))
 
     def _mark_stale(self) -> None:

@@ -72,7 +72,7 @@ class WaitingRoom:
         self._refused: list[tuple[Ticket, Refuse]] = []
 
     def __len__(self) -> int:
-        return sum(map(len, self._queues.values()))
+        return len(self._served_of)
 
     def num_waiting(self, served: str) -> int:
         """How many wait for the pool ``served``."""

@@ -195,7 +195,9 @@ def stored(live_subject: str) -> str:
 
 def split_stream_subject(subject: str) -> tuple[str, str | None]:
     """Reader, and the request id when the subject is a claim chain, of a stored or live subject."""
-    parts = stored(subject).split(".")
+    parts = subject.split(".")
+    if len(parts) > 2 and parts[2] == "live":
+        del parts[2]
     if len(parts) == 6 and parts[2] == "token-stream" and parts[5] == "tokens":
         return f"{parts[3]}.{parts[4]}", None
     if len(parts) == 7 and parts[2] == "token-stream" and parts[5] == "claim":
