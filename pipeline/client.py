@@ -13,7 +13,9 @@ message. A stream can be read again from any number, by this client or another (
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
+from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from urllib.parse import urlsplit
@@ -41,7 +43,7 @@ _MAX_SUBMITTED = 4096
 
 def new_request_id() -> str:
     """128 random bits as text."""
-    return secrets.token_hex(16)
+    return os.urandom(16).hex()
 
 
 class MeshClient:
@@ -70,7 +72,7 @@ class MeshClient:
         self.reader = reader_of(user, name or secrets.token_hex(8))
         self._max_waiting = max_waiting
         self._chain = ClaimChain(bus)
-        self._submitted: dict[str, int] = {}  # the latest ids, oldest first
+        self._submitted: OrderedDict[str, int] = OrderedDict()  # the latest ids, oldest first
         self._too_slow: asyncio.Queue[TokenStream] = asyncio.Queue(_MAX_SUBMITTED)
         self._feed = ReaderFeed(
             bus,
@@ -241,7 +243,7 @@ class MeshClient:
         before = self._submitted.pop(request_id, None)
         self._submitted[request_id] = self._feed.last_seq if before is None else before
         if len(self._submitted) > _MAX_SUBMITTED:
-            del self._submitted[next(iter(self._submitted))]
+            self._submitted.popitem(last=False)
         return before
 
     def _give_up(self, stream: TokenStream) -> None:

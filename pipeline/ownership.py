@@ -125,6 +125,10 @@ class RequestView:
         """Per choice the unbroken run of tokens: what a new owner goes on from."""
         return tuple(tuple(self.choice(index).token_ids) for index in range(num_choices))
 
+    def num_tokens(self, num_choices: int) -> tuple[int, ...]:
+        """How many those are, per choice."""
+        return tuple([len(self.choice(index).token_ids) for index in range(num_choices)])
+
     def finish_reasons(self, num_choices: int) -> tuple[str, ...]:
         """Per choice why it ended; "" while it runs."""
         return tuple(self.choice(index).finish_reason or "" for index in range(num_choices))

@@ -324,7 +324,7 @@ class TokenStream:
         if not isinstance(terminal, StreamEnd):
             self._hub.forget(self)
             raise _error_of(terminal)
-        num_tokens = tuple(len(run) for run in self.view.tokens(len(terminal.num_tokens)))
+        num_tokens = self.view.num_tokens(len(terminal.num_tokens))
         if num_tokens != terminal.num_tokens:
             self._hub.forget(self)
             raise EngineFailed(

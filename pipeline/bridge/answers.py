@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from pipeline.bridge.logprobs import (
     chat_logprobs,
@@ -38,8 +39,7 @@ from schemas.tokens import TokenDelta, TokenLogprob, Usage
 _OWNER = "inference-mesh"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
     """What all events of a stream, or the whole answer, say of themselves."""
 
     id: str

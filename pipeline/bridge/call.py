@@ -48,6 +48,7 @@ class Call:
         self.query: bytes = scope.get("query_string", b"")
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.started_s = time.perf_counter()
+        self.loop = asyncio.get_running_loop()
         self.status = 0
         self.is_stream = False
         self.facts: dict[str, Any] = {}
@@ -123,7 +124,7 @@ class Call:
             MeshError: what ``work`` raised, or what :meth:`interrupt` was given.
         """
         exchange = self._exchange
-        task = self._attended = asyncio.current_task()
+        task = self._attended = asyncio.current_task(self.loop)
         assert task is not None, "a coroutine runs in a task"
         num_cancels = task.cancelling()
         alarm = self.interrupt_after(
@@ -159,7 +160,7 @@ class Call:
     def interrupt_after(self, delay_s: float, why: Callable[[], MeshError]) -> asyncio.TimerHandle:
         """:meth:`interrupt` the work in ``delay_s``, unless what is returned is cancelled first. A
         timer alone: ``asyncio.timeout`` costs several times that, and each request has two."""
-        return asyncio.get_running_loop().call_later(delay_s, self._ring, why)
+        return self.loop.call_later(delay_s, self._ring, why)
 
     def _ring(self, why: Callable[[], MeshError]) -> None:
         self.interrupt(why())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
@@ -77,14 +78,20 @@ def check(body: GenerationBody) -> None:
     if not 0 < len(body.model) <= MAX_MODEL_NAME:
         raise InvalidRequest(f"model is not 1 to {MAX_MODEL_NAME} characters", param="model")
     names, numbers_of = _NUMBERS[type(body)]
-    for name, value in zip(names, numbers_of(body), strict=True):
-        if value is not None:
-            low, high = BODY_RANGES[name]
-            if not low <= value <= high:
-                reason = f"{name} must be from {low} to {high}, not {value}"
-                raise InvalidRequest(reason, param=name)
+    _check_numbers(names, numbers_of(body))
     if found := unserved(body):
         raise InvalidRequest(found[1], param=found[0])
     for name, asks, reason in _REFUSALS[type(body)]:
         if asks(body):
             raise InvalidRequest(reason, param=name)
+
+
+@lru_cache(256)
+def _check_numbers(names: tuple[str, ...], numbers: tuple[float | None, ...]) -> None:
+    """Clients ask for the same again and again, so it is checked once."""
+    for name, number in zip(names, numbers, strict=True):
+        if number is None:
+            continue
+        low, high = BODY_RANGES[name]
+        if not low <= number <= high:
+            raise InvalidRequest(f"{name} must be from {low} to {high}, not {number}", param=name)

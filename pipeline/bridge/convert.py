@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -18,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from pipeline.bridge.checks import check
+from pipeline.client import new_request_id
 from pipeline.limits import check_sampling, check_token_ids
 from schemas.codec import decode_json
 from schemas.errors import InvalidRequest, SchemaError
@@ -49,8 +48,7 @@ _SCHEMA_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival:
+class Arrival(msgspec.Struct, frozen=True, kw_only=True):
     """What a request has beside its body."""
 
     deadline_unix_ms: int
@@ -273,7 +271,7 @@ def _request(
     body: GenerationBody, arrival: Arrival, sampling: SamplingParams, **what: Any
 ) -> InferenceRequest:
     return InferenceRequest(
-        request_id=secrets.token_hex(16),
+        request_id=new_request_id(),
         model=body.model,
         sampling=sampling,
         deadline_unix_ms=arrival.deadline_unix_ms,

@@ -238,8 +238,8 @@ class StreamedAnswer:
         """
         await self._call.open_stream(self._events.failure)
         self._last_write_s = time.perf_counter()
-        loop = asyncio.get_running_loop()
-        self._silence = loop.call_later(min(_HEAD_S, self._keep_alive_s), self._watch_silence)
+        delay_s = min(_HEAD_S, self._keep_alive_s)
+        self._silence = self._call.loop.call_later(delay_s, self._watch_silence)
         try:
             if self._generation.num_prompts == 1:
                 await self._generation.run(self._write, self._write_now)
@@ -309,4 +309,4 @@ class StreamedAnswer:
             self._call.write_now(KEEP_ALIVE)
             self._last_write_s = now_s
         left_s = self._keep_alive_s - (now_s - self._last_write_s)
-        self._silence = asyncio.get_running_loop().call_later(left_s, self._watch_silence)
+        self._silence = self._call.loop.call_later(left_s, self._watch_silence)

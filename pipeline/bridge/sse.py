@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -39,8 +38,7 @@ _MARK = "\x00text\x00"  # where the text stands in an event that is taken apart
 _MARK_JSON = _encode(_MARK)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamForm:
+class StreamForm(msgspec.Struct, frozen=True, kw_only=True):
     """What the client asked of the stream.
 
     ``continuous_usage`` (vLLM's) puts the usage so far into every chunk. ``event_ids`` numbers the
@@ -123,7 +121,9 @@ class Events(ABC):
         parts = [self._open(choice, delta.prompt_logprobs or ())]
         if self.form.continuous_usage and self.form.counts_tokens:
             self._count(len(delta.ids))
-        if delta.text or delta.logprobs:
+        if self._runs[choice] and not delta.logprobs:
+            parts.append(self._run(choice, [_encode(delta.text)] if delta.text else ()))
+        elif delta.text or delta.logprobs:
             parts.append(self._event(self._text(choice, delta)))
         if delta.finish_reason is not None:
             parts.append(self._close(choice, delta.finish_reason))
