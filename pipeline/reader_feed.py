@@ -40,15 +40,15 @@ class ReaderFeed:
         self.num_users = 0  # counted by whoever hands the feed out
         self._bus = bus
         self._filter = subjects.reader_filter(reader)
-        self._messages = StreamReader(bus, self._filter, self._on_message)
         self.hub = StreamHub(
             ClaimChain(bus),
             bus.now_unix_ms,
             tell_worker,
-            self._messages.check,
+            self._check,
             max_waiting=max_waiting,
             on_overflow=on_overflow,
         )
+        self._messages = StreamReader(bus, self._filter, self.hub.on_message)
         self._behind: dict[TokenStream, int] = {}  # who waits for a replay, from which sequence
         self._starting = asyncio.Lock()
         self._running = asyncio.Lock()
@@ -120,5 +120,5 @@ class ReaderFeed:
         for stream in served:
             self._behind.pop(stream, None)
 
-    def _on_message(self, seq: int, subject: str, data: bytes) -> None:
-        self.hub.on_message(seq, subject, data)
+    def _check(self) -> None:
+        self._messages.check()

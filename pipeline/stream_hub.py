@@ -88,13 +88,14 @@ class StreamHub:
     def forget(self, stream: TokenStream) -> None:
         """Stop to listen for one reader of a request."""
         stream.disarm()
-        others = tuple(
-            other for other in self._streams.get(stream.request_id, ()) if other is not stream
-        )
+        readers = self._streams.get(stream.request_id)
+        if readers is None:
+            return
+        others = tuple([other for other in readers if other is not stream])
         if others:
             self._streams[stream.request_id] = others
         else:
-            self._streams.pop(stream.request_id, None)
+            del self._streams[stream.request_id]
 
     def on_message(self, seq: int, subject: str, data: bytes) -> None:
         """One message of the reader, in stream order."""

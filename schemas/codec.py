@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 import sys
 from array import array
-from collections.abc import Hashable
-from functools import cache
+from collections.abc import Callable, Hashable
+from functools import cache, partial
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -61,8 +61,19 @@ def decode(data: bytes, kind: type[T]) -> T:
             is the path, ``$`` the message itself. A message without a tag is taken as ``kind``
             when that is one class.
     """
+    decode_bytes: Callable[[bytes], T] = _decoder(cast(Hashable, kind)).decode
+    return _decoded(decode_bytes, data)
+
+
+def decoder(kind: type[T]) -> Callable[[bytes], T]:
+    """:func:`decode` of one ``kind``, for who reads every message of a stream: to find the decoder
+    of a union takes as long as to decode a small message."""
+    return partial(_decoded, _decoder(cast(Hashable, kind)).decode)
+
+
+def _decoded(decode_bytes: Callable[[bytes], T], data: bytes) -> T:
     try:
-        message: T = _decoder(cast(Hashable, kind)).decode(data)
+        message: T = decode_bytes(data)
     except msgspec.ValidationError as error:
         raise _schema_error(error) from error
     except (msgspec.DecodeError, RecursionError) as error:

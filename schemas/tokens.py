@@ -10,7 +10,7 @@ from typing import cast
 
 import msgspec
 
-from schemas.codec import Message, decode
+from schemas.codec import Message, decoder
 from schemas.errors import ErrorInfo
 
 
@@ -131,12 +131,7 @@ class Expired(Message, frozen=True, kw_only=True, tag="expired/1"):
 ChainEntry = Claim | StreamEnd | StreamError | Cancelled | Expired
 StreamMessage = TokenBatch | Accepted | Claim | StreamEnd | StreamError | Cancelled | Expired
 
-
-def decode_chain_entry(data: bytes) -> ChainEntry:
-    """One entry of a claim chain; SchemaError as :func:`schemas.codec.decode`."""
-    return decode(data, cast("type[ChainEntry]", ChainEntry))
-
-
-def decode_stream_message(data: bytes) -> StreamMessage:
-    """Anything that a reader may receive; SchemaError as :func:`schemas.codec.decode`."""
-    return decode(data, cast("type[StreamMessage]", StreamMessage))
+decode_chain_entry = decoder(cast("type[ChainEntry]", ChainEntry))
+"""One entry of a claim chain; SchemaError as :func:`schemas.codec.decode`."""
+decode_stream_message = decoder(cast("type[StreamMessage]", StreamMessage))
+"""Anything that a reader may receive; SchemaError as :func:`schemas.codec.decode`."""

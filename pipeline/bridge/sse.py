@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -244,19 +245,10 @@ class ChatEvents(Events):
 class CompletionEvents(Events):
     """``text_completion`` events; the opening is the echoed prompt, when there is one."""
 
-    def __init__(
-        self,
-        identity: Identity,
-        form: StreamForm,
-        *,
-        prompt_tokens: int,
-        echoes: Sequence[str],
-        after_event: int = 0,
-    ) -> None:
-        super().__init__(
-            identity, form, prompt_tokens=prompt_tokens, echoes=echoes, after_event=after_event
-        )
-        self._offsets = [len(echo) for echo in echoes]
+    @cached_property
+    def _offsets(self) -> list[int]:
+        """Per choice, where its next token begins in its text."""
+        return [len(echo) for echo in self._echoes]
 
     def _chunk(
         self, choices: list[CompletionChoice], usage: UsageBlock | None = None
