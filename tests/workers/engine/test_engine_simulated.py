@@ -791,7 +791,7 @@ def test_a_long_prompt_at_once_leaves_what_its_tokens_leave_one_by_one() -> None
 
 
 def test_many_at_once_get_what_each_would_get_alone() -> None:
-    """Nobody's tokens depend on who else is in the batch; seeds, temperatures and lengths stay each one's own."""
+    """Nobody's tokens depend on who else is in the batch, whatever seeds and temperatures."""
     engine = make_engine(num_blocks=256, max_batch_tokens=512, max_num_sequences=64)
     samplings: dict[str, dict[str, object]] = {
         f"r{i}": {"seed": (-1) ** i * i * 2**61, "temperature": i % 3 / 2, "max_tokens": 8 + i % 5}
