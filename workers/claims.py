@@ -14,8 +14,9 @@ import asyncio
 import contextlib
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
 from typing import TypeVar
+
+import msgspec
 
 from infra.bus import Bus
 from infra.log import Logger
@@ -50,8 +51,7 @@ Task = PrefillTask | DecodeTask
 TaskWork = Work[PrefillTask] | Work[DecodeTask]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claimed:
+class Claimed(msgspec.Struct, frozen=True, kw_only=True):
     """A request that this worker owns under ``epoch``.
 
     ``tokens`` and ``finished`` are what its stream held when it was claimed, per choice.

@@ -13,7 +13,8 @@ Fails      NoCapacity -> later;  KvLost -> prefilled again under the next epoch
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from infra.bus import Bus
 from infra.log import Logger

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from infra.bus import TOKENS, Bus, replay
 from pipeline.claim_chain import ClaimChain

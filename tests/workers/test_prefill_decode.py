@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from infra.bus import DEAD
 from schemas import subjects
@@ -50,7 +51,7 @@ async def pair(place: Workplace, **fields: object) -> tuple[Worker, Worker]:
 
 def alone(record: RequestRecord, prompt: Sequence[int] = PROMPT) -> list[TokenOutput]:
     """What one engine makes of the request, undisturbed."""
-    request = replace(request_of("alone", tuple(prompt)), sampling=record.sampling)
+    request = structs.replace(request_of("alone", tuple(prompt)), sampling=record.sampling)
     engine = make_engine()
     engine.add(request)
     outputs = run(engine).outputs

@@ -4,7 +4,8 @@ A worker speaks to :class:`workers.engine.engine.Engine` through the dataclasses
 speaks to a :class:`Runner` (torch or simulated). An engine is used by one thread at a time, and
 its steps are made by one thread.
 
-What is made once per token is a msgspec struct: those cost a fifth of a frozen dataclass to make.
+What is made per request or token is a msgspec struct: those cost a fifth of a frozen dataclass to
+make.
 
 A *request* has one or more *choices* (``sampling.n``); each choice is one sequence. Token numbers
 count from 0 per choice. ``key`` names a request inside the engine: unique per (request, epoch).
@@ -28,8 +29,7 @@ if TYPE_CHECKING:
     from workers.engine.prompt_scores import PromptScores
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineRequest:
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What to compute.
 
     ``tokens`` are tokens that exist already, per choice (a take-over, or the first token that
@@ -76,8 +76,7 @@ class TokenOutput(msgspec.Struct, frozen=True):
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldRequest:
+class HeldRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request that waits with its blocks pinned; see ``EngineRequest.hold_after_first``."""
 
     key: str
@@ -87,8 +86,7 @@ class HeldRequest:
     num_host_tokens: int = 0  # of these, how many came out of the host tier
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FinishedRequest:
+class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """All choices ended; the request's blocks are released."""
 
     key: str

@@ -10,13 +10,12 @@ cached there, and counted there. *Transferred* is what came from another worker,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from infra.metrics import Metrics
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Origins:
+class Origins(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of one prompt by origin; they sum to the prompt."""
 
     device: int

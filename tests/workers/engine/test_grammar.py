@@ -332,7 +332,7 @@ def test_any_prefix_can_be_taken_over() -> None:
         tokens = tuple(tuple(ids[:count]) for ids in whole)
         successor = make_engine()
         with engines(successor):
-            successor.add(replace(request, tokens=tokens))
+            successor.add(structs.replace(request, tokens=tokens))
             rest = run(successor)
         assert [[*had, *tokens_of(rest, "a", i)] for i, had in enumerate(tokens)] == whole
         assert rest.finished[0].finish_reasons == ("stop", "stop")
@@ -347,7 +347,7 @@ def test_an_answer_goes_on_after_its_hand_over() -> None:
     alone.add(request)
     expected = tokens_of(run(alone), "a")
     with engines(prefill, decode):
-        prefill.add(replace(request, hold_after_first=True))
+        prefill.add(structs.replace(request, hold_after_first=True))
         report = run(prefill)
         (held,) = report.held
         first = tokens_of(report, "a")
@@ -356,7 +356,7 @@ def test_an_answer_goes_on_after_its_hand_over() -> None:
         copy_blocks(prefill, held.blocks, decode, blocks)
         prefill.release("a")
         decode.add(
-            replace(
+            structs.replace(
                 request,
                 tokens=(tuple(first),),
                 imported_blocks=blocks,

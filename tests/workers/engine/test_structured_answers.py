@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
 import pytest
 import torch
+from msgspec.structs import replace
 from transformers import AutoTokenizer
 
 from schemas.requests import ResponseFormat, SamplingParams
