@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import TypeVar
@@ -180,7 +181,8 @@ class Execution:
         self._num_decoding = 0
         # Bounded by what the running requests may still generate. It grows only while the writer's
         # ring is full, that is when the broker has been away for minutes.
-        self._reports: asyncio.Queue[StepReport] = asyncio.Queue()
+        self._reports: deque[StepReport] = deque()
+        self._until_report: asyncio.Future[None] | None = None  # while there is none
         self._tasks: asyncio.TaskGroup | None = None
 
     @property
@@ -199,16 +201,22 @@ class Execution:
 
     def on_report(self, report: StepReport) -> None:
         """From the engine's thread, on the loop."""
-        self._reports.put_nowait(report)
+        self._reports.append(report)
+        if self._until_report is not None and not self._until_report.done():
+            self._until_report.set_result(None)
 
     async def run(self) -> None:
         """Publish what the engine reports, until cancelled. What it has reported meanwhile goes
         out together: one message for several steps that are over costs what one step's does."""
+        loop, reports = asyncio.get_running_loop(), self._reports
         async with task_scope() as self._tasks:
             while True:
-                report = await self._reports.get()
-                while self._reports.qsize() and len(report.outputs) < _MAX_TOGETHER:
-                    report.join(self._reports.get_nowait())
+                if not reports:
+                    self._until_report = loop.create_future()
+                    await self._until_report
+                report = reports.popleft()
+                while reports and len(report.outputs) < _MAX_TOGETHER:
+                    report.join(reports.popleft())
                 await self._publish(report)
 
     def spawn(self, work: Coroutine[None, None, T], name: str) -> asyncio.Task[T]:

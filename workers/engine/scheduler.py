@@ -151,9 +151,9 @@ class Scheduler:
         size = self.pool.block_size
         filled: list[Sequence] = []
         for sequence in batch:
-            before = sequence.start
-            sequence.num_computed_tokens = after = before + sequence.count
-            if before // size != after // size:
+            count = sequence.count
+            sequence.num_computed_tokens = after = sequence.start + count
+            if after % size < count:  # a block's end is behind one of them
                 filled.append(sequence)
         if filled:
             self.pool.register_runs([_run(sequence, size) for sequence in filled])

@@ -71,7 +71,8 @@ class EngineThread:
         self._commands: deque[tuple[Callable[[EngineApi], Any], asyncio.Future[Any] | None]] = (
             deque()
         )
-        self._num_reports = 0  # handed to the loop, not handled yet
+        self._num_reported = 0  # handed to the loop; only the thread counts
+        self._num_handled = 0  # of those; only the loop counts
         self._untold_s: list[float] = []  # steps that no report has told of
         self._is_checked = False  # the books, since the last call or step
         self._is_asleep = False  # in ``wait``: it has no hand in the engine
@@ -210,22 +211,28 @@ class EngineThread:
     def _wait_for_work(self) -> bool:
         """Sleep until there is something to do; False: stop."""
         self._is_checked = False
-        while True:
-            with self._condition:
-                if self._is_stopping:
-                    return False
-                if self._num_reports < _MAX_REPORTS and self._engine.has_work():
-                    return True
-                if self._commands:
-                    return True
-                timeout_s = None if self._is_checked else self._check_after_idle_s
-                self._is_asleep = True
-                is_called = self._condition.wait(timeout_s)
+        while not (self._is_stopping or self._has_something()):
+            if not self._sleep():
+                self._engine.check_invariants()
+                self._is_checked = True
+        return not self._is_stopping
+
+    def _has_something(self) -> bool:
+        has_room = self._num_reported - self._num_handled < _MAX_REPORTS
+        return bool(self._commands) or (has_room and self._engine.has_work())
+
+    def _sleep(self) -> bool:
+        """Until somebody calls; False: nobody did, and it is time to check the books. Who has a
+        word for the thread says it first and then looks whether it sleeps; so it looks once more
+        when it is about to."""
+        timeout_s = None if self._is_checked else self._check_after_idle_s
+        with self._condition:
+            self._is_asleep = True
+            try:
+                is_awake = self._is_stopping or self._has_something()
+                return is_awake or self._condition.wait(timeout_s)
+            finally:
                 self._is_asleep = False
-                if is_called:
-                    continue
-            self._engine.check_invariants()
-            self._is_checked = True
 
     def _run_commands(self) -> None:
         """Those that are here now; what comes meanwhile waits for the next step. The loop hears
@@ -233,8 +240,7 @@ class EngineThread:
         answers: list[_Answer] = []
         try:
             for _ in range(len(self._commands)):
-                with self._condition:
-                    function, future = self._commands.popleft()
+                function, future = self._commands.popleft()
                 if future is None:
                     function(self._engine)
                 elif not future.done():  # nobody waits for it any more
@@ -247,8 +253,7 @@ class EngineThread:
         if not (report.outputs or report.held or report.finished or report.failed):
             return
         report.steps_s, self._untold_s = self._untold_s, []
-        with self._condition:
-            self._num_reports += 1
+        self._num_reported += 1
         self._tell_loop(self._handle_report, report)
 
     def _handle_report(self, report: StepReport) -> None:
@@ -256,9 +261,10 @@ class EngineThread:
         try:
             self._on_report(report)
         finally:
-            with self._condition:
-                self._num_reports -= 1
-                self._condition.notify_all()
+            self._num_handled += 1
+            if self._is_asleep:  # it may have waited for that
+                with self._condition:
+                    self._condition.notify_all()
 
     def _tell_loop(self, function: Callable[[T], None], argument: T) -> None:
         assert self._loop is not None, "start comes first"
