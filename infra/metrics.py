@@ -67,7 +67,7 @@ class Metrics:
             "mesh_e2e_seconds", "Bridge took the request until it wrote the last byte",
             registry=registry, buckets=_SECONDS,
         )  # fmt: skip
-        self.prompt_tokens = Histogram(
+        self.prompt_tokens = TallyHistogram(
             "mesh_prompt_tokens", "Prompt tokens of admitted requests",
             registry=registry, buckets=_TOKENS,
         )  # fmt: skip
@@ -78,7 +78,7 @@ class Metrics:
             "worker with room, by priority, those beyond 16 as that", ["model", "priority"],
             registry=registry,
         )  # fmt: skip
-        self.waiting_seconds = Histogram(
+        self.waiting_seconds = TallyHistogram(
             "mesh_waiting_seconds", "How long they waited there", registry=registry,
             buckets=_SECONDS,
         )  # fmt: skip
@@ -162,7 +162,7 @@ class Metrics:
             "control process sees it: used, and available within the times of the default class",
             ["model", "kind", "what"], registry=registry,
         )  # fmt: skip
-        self.predicted_ttft_seconds = Histogram(
+        self.predicted_ttft_seconds = TallyHistogram(
             "mesh_predicted_ttft_seconds", "Time to the first token as predicted at admission",
             registry=registry, buckets=_SECONDS,
         )  # fmt: skip

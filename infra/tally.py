@@ -1,4 +1,4 @@
-"""A histogram for what happens once per token.
+"""A histogram for what happens once per token or request.
 
 ``prometheus_client``'s own takes two locks and walks its buckets for each value, several times
 what the bridge spends on making a token's event. This one is for a single thread: one bisection,

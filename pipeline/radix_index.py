@@ -138,7 +138,8 @@ class RadixIndex:
         Args:
             among: bits of the roll: who is asked about. By default everybody.
         """
-        walk, passed = Walk(), list[_Holders | None]()
+        walk = Walk()
+        passed: list[_Holders | None] = []
         number = self._go(walk, runs, among, passed)
         if not number:
             return NOBODY
