@@ -231,9 +231,10 @@ class RadixIndex:
         other: each but the first has the one before it as its parent."""
         bits = _bits(self._place(worker), tier, also)
         hashes = hashes[: self.max_blocks]
-        self._make_room(hashes)
         end = len(hashes)
-        olds = list(map(self._blocks.get, hashes))
+        if len(self._blocks) + end > self.max_blocks:  # else there is room, even if all are new
+            self._make_room(hashes)
+        olds = [*map(self._blocks.get, hashes)]
         if end and olds.count(olds[0]) == end:  # mostly all are new, or one run in another tier
             self._add(bits, hashes, olds[0])
             return
@@ -259,7 +260,8 @@ class RadixIndex:
             if left:
                 self._move((block_hash,), holders, left)
             else:
-                self._forget(block_hash)
+                del self._blocks[block_hash]
+                self._leave(holders, 1)
 
     def drop(self, worker: str) -> None:
         """``worker`` has nothing any more. Costs a look at each set of holders, not at blocks."""
@@ -329,8 +331,11 @@ class RadixIndex:
 
     def _move(self, run: Sequence[bytes], old: _Holders | None, bits: int) -> None:
         """Blocks one behind the other, all with ``old``, get holders ``bits``."""
-        for start in range(0, len(run), _MAX_RUN):
-            self._join(run[start : start + _MAX_RUN], bits)
+        if len(run) <= _MAX_RUN:
+            self._join(run, bits)
+        else:
+            for start in range(0, len(run), _MAX_RUN):
+                self._join(run[start : start + _MAX_RUN], bits)
         if old is not None:
             self._leave(old, len(run))
 
@@ -359,8 +364,6 @@ class RadixIndex:
 
     def _make_room(self, hashes: Sequence[bytes]) -> None:
         """For all of ``hashes`` that are new, evict others, a share of the whole at least."""
-        if len(self._blocks) + len(hashes) <= self.max_blocks:
-            return  # even if all of them are
         while (num_new := sum(one not in self._blocks for one in hashes)) and (
             num_over := len(self._blocks) + num_new - self.max_blocks
         ) > 0:

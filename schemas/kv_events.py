@@ -83,6 +83,8 @@ def unpack_hashes(data: bytes) -> list[bytes]:
     Raises:
         SchemaError: not a whole number of hashes.
     """
+    if len(data) == HASH_BYTES:
+        return [data]  # a block that decoding has filled: most runs
     if len(data) % HASH_BYTES:
         raise SchemaError(f"packed hashes must be a multiple of {HASH_BYTES} bytes", param="hashes")
     return [data[at : at + HASH_BYTES] for at in range(0, len(data), HASH_BYTES)]
