@@ -15,7 +15,7 @@ import typer
 
 from infra.failure import EXIT_INTERRUPTED, report
 from infra.log import set_up_process
-from loadgen.bench.peer_command import PeerSpeed, run_peer
+from loadgen.bench.peer_command import PeerSpeed, median_speed, run_peer
 from loadgen.bench.result import BenchResult, Figure
 from loadgen.machine import MachineNote, OthersMeter, cpu_flags
 from schemas.errors import ConfigError, MeshError
@@ -38,15 +38,18 @@ def command(
     batches: Annotated[str, typer.Option(help="sequences in a decode step")] = "1,8,32",
     context: Annotated[int, typer.Option(help="tokens before a decode")] = 250,
     prompt_len: Annotated[int, typer.Option(help="tokens of a prefill")] = 512,
-    turns: Annotated[int, typer.Option(help="how often each is measured; medians count")] = 9,
+    rounds: Annotated[
+        int, typer.Option(help="how often all of it is measured, the peer too; medians count")
+    ] = 3,
+    turns: Annotated[int, typer.Option(help="steps of each in a round, at least")] = 3,
     references: Annotated[
         str, typer.Option(help="dtypes of transformers to compare with; empty: only fidelity")
     ] = "bf16,fp32",
     peer: Annotated[
         str,
         typer.Option(
-            help="a command to measure another engine with, such as llama.cpp: run after ours, it "
-            'prints {"prefill_tok_s": …, "decode_tok_s": …} of one stream'
+            help="a command to measure another engine with, such as llama.cpp: run in each round, "
+            'it prints {"prefill_tok_s": …, "decode_tok_s": …} of one stream'
         ),
     ] = "",
     peer_name: Annotated[
@@ -72,6 +75,7 @@ def command(
             batches=_numbers(batches),
             context=context,
             prompt_len=prompt_len,
+            rounds=rounds,
             turns=turns,
             references=tuple(filter(None, references.split(","))),
         )
@@ -79,13 +83,14 @@ def command(
         from workers.engine.bench.measure import measure_engine
 
         meter = OthersMeter()
-        figures = measure_engine(plan)
-        peer_speed = run_peer(peer) if peer else None
+        speeds: list[PeerSpeed] = []
+        figures = measure_engine(plan, lambda: speeds.append(run_peer(peer)) if peer else None)
         machine = machine.meanwhile(meter.cores())
     except KeyboardInterrupt:
         raise typer.Exit(EXIT_INTERRUPTED) from None
     except MeshError as error:
         raise typer.Exit(report("mesh bench engine", error)) from error
+    peer_speed = median_speed(speeds) if speeds else None
     make_result(plan, figures, peer_speed, machine, peer_name).show(as_json=json)
 
 
@@ -142,7 +147,7 @@ def make_result(
 
 
 _NOTES = (
-    "times of one process, by turns, medians; greedy sampling included",
+    "times of one process, by turns, medians of all rounds; greedy sampling included",
     "share: of a step of ours, by what is done; linear: products, rows: norms, rotations, gates",
     "hf: transformers' own modules, the faster dtype at each size; kl and argmax: against fp32",
 )
@@ -185,6 +190,7 @@ def _settings(plan: EnginePlan) -> dict[str, object]:
         "threads": plan.threads,
         "context": plan.context,
         "prompt_len": plan.prompt_len,
+        "rounds": plan.rounds,
         "turns": plan.turns,
         "cpu_flags": cpu_flags(_CPU_FLAGS),
     }

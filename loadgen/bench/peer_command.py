@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shlex
+import statistics
 import subprocess
+from collections.abc import Sequence
 
 import msgspec
 
@@ -53,6 +55,14 @@ def run_peer(command: str) -> PeerSpeed:
     if min(speed.prefill_tok_s, speed.decode_tok_s) <= 0:
         raise PeerFailed(f"{command!r} printed a speed of zero: {_end(last)}")
     return speed
+
+
+def median_speed(speeds: Sequence[PeerSpeed]) -> PeerSpeed:
+    """The median of each figure; of one at least."""
+    return PeerSpeed(
+        prefill_tok_s=statistics.median(one.prefill_tok_s for one in speeds),
+        decode_tok_s=statistics.median(one.decode_tok_s for one in speeds),
+    )
 
 
 def _end(text: str) -> str:

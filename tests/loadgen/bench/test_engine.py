@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from infra.cli import app
 from loadgen.bench.engine import make_result
-from loadgen.bench.peer_command import PeerFailed, PeerSpeed, run_peer
+from loadgen.bench.peer_command import PeerFailed, PeerSpeed, median_speed, run_peer
 from loadgen.machine import MachineNote, OthersMeter, cpu_flags
 from schemas.errors import ConfigError
 from workers.engine.bench.fidelity import Fidelity
@@ -105,6 +105,15 @@ def test_the_peers_last_line_counts() -> None:
     """What it prints before is talk."""
     speed = run_peer(python("print('hi'); print('{\"prefill_tok_s\": 2, \"decode_tok_s\": 1.5}')"))
     assert speed == PeerSpeed(prefill_tok_s=2.0, decode_tok_s=1.5)
+
+
+def test_of_a_peers_rounds_the_medians_count() -> None:
+    """Each figure's own."""
+    rounds = [
+        PeerSpeed(prefill_tok_s=prefill, decode_tok_s=decode)
+        for prefill, decode in ((5.0, 1.0), (4.0, 3.0), (6.0, 2.0))
+    ]
+    assert median_speed(rounds) == PeerSpeed(prefill_tok_s=5.0, decode_tok_s=2.0)
 
 
 @pytest.mark.parametrize(

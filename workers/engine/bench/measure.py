@@ -17,7 +17,7 @@ from workers.engine.bench.fidelity import Fidelity, chat_token_ids, compare
 from workers.engine.bench.ours import Workbench
 from workers.engine.bench.plan import EnginePlan
 from workers.engine.bench.reference import Reference
-from workers.engine.bench.timing import median_ms
+from workers.engine.bench.timing import Turns, median_ms
 from workers.engine.build import build_torch_engine
 from workers.engine.engine import Engine
 from workers.engine.sampler import sample
@@ -52,8 +52,13 @@ class EngineFigures:
     shares: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
-def measure_engine(plan: EnginePlan) -> EngineFigures:
+def measure_engine(
+    plan: EnginePlan, after_round: Callable[[], object] = lambda: None
+) -> EngineFigures:
     """Load the model into our engine and into transformers, and measure. Takes a minute or more.
+
+    Args:
+        after_round: called after each of the plan's rounds, to measure something else by turns.
 
     Raises:
         ModelUnsupported: the model can't be served.
@@ -65,12 +70,18 @@ def measure_engine(plan: EnginePlan) -> EngineFigures:
     bench = Workbench(engine.runner, token_ids, context=plan.context, max_batch=max(plan.batches))
     hf = {name: Reference(plan.folder, name, token_ids) for name in plan.references}
     decodes = {batch: bench.decode(batch) for batch in plan.batches}
-    decode_ms = {
-        batch: _timed(plan, ours, {n: one.decode(batch, plan.context) for n, one in hf.items()})
+    prefill = bench.prefill(plan.prompt_len)
+    decode_turns = {
+        batch: _turns(plan, ours, {n: one.decode(batch, plan.context) for n, one in hf.items()})
         for batch, ours in decodes.items()
     }
-    prefill = bench.prefill(plan.prompt_len)
-    prefill_ms = _timed(plan, prefill, {n: one.prefill(plan.prompt_len) for n, one in hf.items()})
+    prefill_turns = _turns(
+        plan, prefill, {n: one.prefill(plan.prompt_len) for n, one in hf.items()}
+    )
+    for _ in range(plan.rounds):
+        for turns in (*decode_turns.values(), prefill_turns):
+            turns.run_round()
+        after_round()
     exact = hf.get("fp32") or Reference(plan.folder, "fp32", token_ids)
     expected = exact.teacher_forced(text_ids)
     others = {name: one.teacher_forced(text_ids) for name, one in hf.items() if one is not exact}
@@ -78,8 +89,8 @@ def measure_engine(plan: EnginePlan) -> EngineFigures:
     return EngineFigures(
         kind=engine.info.kind,
         dtype=engine.info.dtype,
-        decode_ms=decode_ms,
-        prefill_ms=prefill_ms,
+        decode_ms={batch: turns.median_ms() for batch, turns in decode_turns.items()},
+        prefill_ms=prefill_turns.median_ms(),
         sampling_ms=_sampling_ms(expected, bench.runner.scan),
         fidelity={
             OURS: compare(expected, bench.teacher_forced(text_ids)),
@@ -117,8 +128,9 @@ def _our_engine(plan: EnginePlan, text_ids: list[int]) -> Engine:
     )
 
 
-def _timed(plan: EnginePlan, ours: Step, others: dict[str, Step]) -> dict[str, float]:
-    return median_ms({OURS: ours, **others}, num_turns=plan.turns, budget_s=plan.budget_s)
+def _turns(plan: EnginePlan, ours: Step, others: dict[str, Step]) -> Turns:
+    steps = {OURS: ours, **others}
+    return Turns(steps, num_turns=plan.turns, budget_s=plan.budget_s, least_s=plan.least_s)
 
 
 def _sampling_ms(logits: Tensor, scan: Scan) -> float:

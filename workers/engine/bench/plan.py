@@ -27,12 +27,14 @@ class EnginePlan:
     context: int = 250  # tokens that each decode has before it
     prompt_len: int = 512
     block_size: int = 16
-    turns: int = 9
-    budget_s: float = 15.0  # for each of the things compared, after three turns
+    rounds: int = 3  # in each, all is measured; a peer too
+    turns: int = 3  # of each of the things compared, in a round, at least
+    least_s: float = 0.3  # likewise
+    budget_s: float = 15.0  # for each of them in all rounds, after three turns
     references: tuple[str, ...] = REFERENCES  # dtypes of transformers
 
     def __post_init__(self) -> None:
-        for name in ("threads", "context", "prompt_len", "block_size", "turns"):
+        for name in ("threads", "context", "prompt_len", "block_size", "rounds", "turns"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1", param=name)
         if not self.batches or min(self.batches) < 1:

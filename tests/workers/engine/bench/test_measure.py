@@ -16,7 +16,7 @@ from workers.engine.bench.measure import OURS, measure_engine
 from workers.engine.bench.ours import Workbench
 from workers.engine.bench.plan import EnginePlan
 from workers.engine.bench.reference import Reference
-from workers.engine.bench.timing import LEAST_TURNS, median_ms
+from workers.engine.bench.timing import LEAST_TURNS, Turns, median_ms
 from workers.engine.build import build_torch_engine
 from workers.engine.engine import Engine
 
@@ -39,9 +39,13 @@ def test_everything_is_measured_in_one_run(tiny_folder: TinyFolder) -> None:
         batches=(1, 3),
         context=21,
         prompt_len=40,
+        rounds=2,
         turns=1,
+        least_s=0.0,
     )
-    figures = measure_engine(plan)
+    rounds: list[int] = []
+    figures = measure_engine(plan, lambda: rounds.append(1))
+    assert len(rounds) == 2
     assert figures.kind == "torch"
     assert figures.dtype == "fp32"
     for times in (*figures.decode_ms.values(), figures.prefill_ms):
@@ -63,7 +67,9 @@ def test_only_fidelity_needs_no_reference(tiny_folder: TinyFolder) -> None:
         batches=(2,),
         context=5,
         prompt_len=6,
+        rounds=1,
         turns=1,
+        least_s=0.0,
         references=(),
     )
     figures = measure_engine(plan)
@@ -126,23 +132,45 @@ def test_divergence_is_that_of_the_definition() -> None:
     assert found.num_positions == 2
 
 
-def test_steps_take_turns_and_slow_ones_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One turn is not counted, then all go by turns; who has used up its budget stops after three.
-    The clock is ours: a step takes what it says."""
-    now_s, ran = 0.0, ""
+class Bench:
+    """Steps that take what they say, by a clock of ours."""
 
-    def step(name: str, taken_s: float) -> Callable[[], None]:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s, self.ran = 0.0, ""
+        monkeypatch.setattr("workers.engine.bench.timing.time.perf_counter", lambda: self.now_s)
+
+    def step(self, name: str, *taken_s: float) -> Callable[[], None]:
+        """Each of ``taken_s`` in turn, then the last one again and again."""
+        left = list(taken_s)
+
         def run() -> None:
-            nonlocal now_s, ran
-            now_s += taken_s
-            ran += name
+            self.now_s += left.pop(0) if len(left) > 1 else left[0]
+            self.ran += name
 
         return run
 
-    monkeypatch.setattr("workers.engine.bench.timing.time.perf_counter", lambda: now_s)
-    times = median_ms({"a": step("a", 0.25), "b": step("b", 2.0)}, num_turns=5, budget_s=5.0)
+
+def test_steps_take_turns_and_slow_ones_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One turn is not counted, then all go by turns; who has used up its budget stops after
+    three."""
+    bench = Bench(monkeypatch)
+    steps = {"a": bench.step("a", 0.25), "b": bench.step("b", 2.0)}
+    times = median_ms(steps, num_turns=5, budget_s=5.0)
     assert times == {"a": 250.0, "b": 2000.0}
-    assert ran == "ab" * (1 + LEAST_TURNS) + "aa"
+    assert bench.ran == "ab" * (1 + LEAST_TURNS) + "aa"
+
+
+def test_short_steps_have_as_much_time_as_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every round; the median is over all of them, so that a slow moment is no figure. A
+    budget is for all rounds together."""
+    bench = Bench(monkeypatch)
+    steps = {"a": bench.step("a", 1.0, 1.0, 1.0, 0.25), "b": bench.step("b", 2.0)}
+    turns = Turns(steps, num_turns=2, budget_s=5.0, least_s=1.0)
+    turns.run_round()
+    assert bench.ran == "ab" * 3
+    turns.run_round()
+    assert bench.ran == "ab" * 3 + "ab" + "ab" + "aaa"
+    assert turns.median_ms() == {"a": 250.0, "b": 2000.0}
 
 
 @pytest.mark.parametrize(
