@@ -153,7 +153,10 @@ class FairQueue:
             raise ValueError(f"{ticket.request_id} waits already")
         self._num_pushed += 1
         place = (ticket.arrived_s, self._num_pushed)
-        tenant = self._begin_to_wait(ticket.tenant)
+        tenant = self._lifted(ticket.tenant)
+        if not tenant.num_waiting:
+            self._idle.discard(ticket.tenant)
+            self._waiting.put(ticket.tenant, tenant.counter)
         tenant.num_waiting += 1
         self._tickets[ticket.request_id] = ticket
         self._places[ticket.request_id] = place
@@ -195,7 +198,7 @@ class FairQueue:
     def charge(self, ticket: Ticket) -> None:
         """``ticket`` is let go, whether it waited or not. One that was charged before, and came
         back, is charged once."""
-        self._begin_to_wait(ticket.tenant)
+        self._lifted(ticket.tenant)
         before = self._charged.pop(ticket.request_id, None)
         if before is not None:
             self._add(before.tenant, -before.tokens)
@@ -247,7 +250,7 @@ class FairQueue:
     def _turn(self, request_id: str) -> tuple[float, _Place]:
         return self._tenants[self._tickets[request_id].tenant].counter, self._places[request_id]
 
-    def _begin_to_wait(self, name: str) -> _Tenant:
+    def _lifted(self, name: str) -> _Tenant:
         """The tenant's account; lifted, when none of its requests waits yet."""
         tenant = self._tenants.get(name)
         if tenant is None:
@@ -255,8 +258,6 @@ class FairQueue:
         if not tenant.num_waiting:
             self._level = max(self._level, self._reached())
             tenant.counter = max(tenant.counter, self._floor())
-            self._idle.discard(name)
-            self._waiting.put(name, tenant.counter)
         return tenant
 
     def _reached(self) -> float:

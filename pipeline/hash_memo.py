@@ -24,7 +24,7 @@ from itertools import islice
 
 import xxhash
 
-from pipeline.prefix_hash import ID_BYTES, iter_prefix_hashes
+from pipeline.prefix_hash import ID_BYTES, iter_prefix_hashes, packed_hash
 
 PIECE_BLOCKS = 64
 _SPAN_PIECES = 8
@@ -95,20 +95,20 @@ class HashMemo:
     ) -> Iterator[Sequence[bytes]]:
         """The runs of one piece. What is asked for is remembered."""
         key = self._key(parent, block_size, piece)
+        size = block_size * ID_BYTES
         known = self._pieces.recall(key) or self._tails.get(key, ())
+        if not known and is_first and len(piece) >= size:
+            known = (packed_hash(parent, piece[:size]),)  # mostly nobody holds it
         if known:
             yield known
         if len(known) == PIECE_BLOCKS:
             return
-        rest = bytes(piece[len(known) * block_size * ID_BYTES :])
+        rest = bytes(piece[len(known) * size :])
         hashes = iter(iter_prefix_hashes(rest, block_size, known[-1] if known else parent))
-        take = 1 if is_first and not known else _STEP
-        while run := tuple(islice(hashes, take)):
-            if known or not is_first:
-                self._tails.keep(key, known + run)
+        while run := tuple(islice(hashes, _STEP)):
             known += run
+            self._tails.keep(key, known)
             yield run
-            take = _STEP
         if len(known) == PIECE_BLOCKS:
             self._tails.pop(key, None)
             self._pieces.keep(key, known)

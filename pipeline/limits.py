@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import lru_cache
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -72,9 +73,7 @@ def check_sampling(params: SamplingParams) -> None:
     Raises:
         InvalidRequest: naming the field.
     """
-    for (field, (low, high)), value in zip(RANGES.items(), _ranged(params), strict=True):
-        if value is not None and not low <= value <= high:
-            _check(field, value, RANGES[field])
+    _check_ranges(_ranged(params))
     if params.max_tokens == 0 and params.prompt_logprobs is None:
         raise InvalidRequest(
             "max_tokens must be at least 1, or 0 where only the prompt's logprobs are wanted "
@@ -94,6 +93,13 @@ def check_sampling(params: SamplingParams) -> None:
     for bias in params.logit_bias.values():
         if not LOGIT_BIAS.low <= bias <= LOGIT_BIAS.high:
             raise InvalidRequest("a bias must be from -100 to 100", param="logit_bias")
+
+
+@lru_cache(256)
+def _check_ranges(values: tuple[float | None, ...]) -> None:
+    """Those of ``RANGES``. Clients ask for the same again and again, so it is checked once."""
+    for field, value in zip(RANGES, values, strict=True):
+        check_number(field, value)
 
 
 def check_stops(stops: tuple[str, ...]) -> None:

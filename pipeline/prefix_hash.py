@@ -37,7 +37,12 @@ def request_salt(record: RequestRecord, fingerprint: str) -> bytes:
 
 def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """The hash of one full block after ``parent`` (the salt for the first block)."""
-    return blake2b(pack_ids(tuple(token_ids)), key=parent, digest_size=HASH_BYTES).digest()
+    return packed_hash(parent, pack_ids(tuple(token_ids)))
+
+
+def packed_hash(parent: bytes, block: bytes | memoryview) -> bytes:
+    """The same of a block's packed ids."""
+    return blake2b(block, key=parent, digest_size=HASH_BYTES).digest()
 
 
 def prefix_hashes(token_ids: Sequence[int], block_size: int, salt: bytes) -> list[bytes]:
