@@ -20,13 +20,14 @@ from pipeline.bridge.call import Call
 from pipeline.bridge.convert import Arrival, chat_requests, completion_requests, parse
 from pipeline.bridge.cors import Cors
 from pipeline.bridge.errors import ClientLeft, ShuttingDown
-from pipeline.bridge.generate import Generation, StreamedAnswer, opened
+from pipeline.bridge.generate import Generation, opened
 from pipeline.bridge.limits import Limits
 from pipeline.bridge.metering import find_model, settle, signed
 from pipeline.bridge.note import ReaderNote
 from pipeline.bridge.ports import AskTokenizer, Client, Models
 from pipeline.bridge.slo import asked_slo, degraded_headers, naming_header
 from pipeline.bridge.sse import ChatEvents, CompletionEvents, Events, StreamForm
+from pipeline.bridge.streamed import StreamedAnswer
 from pipeline.bridge.windows import Windows
 from schemas.errors import InvalidRequest, MeshError
 from schemas.openai import ChatBody, CompletionBody, GenerationBody, StreamOptions

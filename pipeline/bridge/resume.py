@@ -9,8 +9,9 @@ from urllib.parse import parse_qs
 from pipeline.bridge.call import Call
 from pipeline.bridge.endpoints import Services, events_of
 from pipeline.bridge.errors import RequestNotFound
-from pipeline.bridge.generate import Generation, StreamedAnswer, opened
+from pipeline.bridge.generate import Generation, opened
 from pipeline.bridge.note import ReaderNote
+from pipeline.bridge.streamed import StreamedAnswer
 from schemas.errors import InvalidRequest, SchemaError
 from schemas.requests import RequestRecord
 
