@@ -27,6 +27,7 @@ from tokenizers import Tokenizer
 _MAX_CHARS: Final = 16_384  # 1 ms; the library, unlike this, runs beside the event loop
 _MAX_WORD_CHARS: Final = 64
 _MAX_WORDS: Final = 65_536  # known at a time, and as many pieces: 12 MB each
+_MAX_SHORTS: Final = 1024
 _MAX_NEW: Final = 16  # words of one text; with more of them the library is as fast
 
 _PLAIN = re.compile(r"[\t\n\r -~]*")
@@ -58,6 +59,7 @@ class WordTokens:
         self._known: dict[str, list[int]] = {}  # words
         self._pieces: dict[str, list[int]] = {}  # behind a blank, which is not in the name
         self._firsts: dict[str, list[int]] = {"": []}  # the same at the beginning, without a blank
+        self._shorts: dict[str, list[int]] = {}  # whole texts that can't be cut at their blanks
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, described: dict[str, Any]) -> WordTokens | None:
@@ -95,43 +97,55 @@ class WordTokens:
 
     def _ids_of(self, part: str) -> list[int] | None:
         """The same of text without added tokens."""
+        short = self._shorts.get(part)
+        if short is not None:
+            return list(short)
         first, *others = part.split(" ")
+        firsts, pieces = self._firsts, self._pieces  # another thread may begin new ones
         try:
-            return [
-                *self._firsts[first],
-                *chain.from_iterable(map(self._pieces.__getitem__, others)),
-            ]
+            return [*firsts[first], *chain.from_iterable(map(pieces.__getitem__, others))]
         except KeyError:
-            return self._cut_up(part, first, others) if _PLAIN.fullmatch(part) else None
+            pass
+        if not _PLAIN.fullmatch(part):
+            return None
+        new = [(firsts, first, first)] if first not in firsts else []
+        new += [(pieces, one, f" {one}") for one in others if one not in pieces]
+        if not all(len(one) <= _MAX_WORD_CHARS and _PIECE.fullmatch(one) for _, one, _ in new):
+            return self._cut_up(part)
+        if not self._learn_pieces(new):
+            return None
+        return [*firsts[first], *chain.from_iterable(map(pieces.__getitem__, others))]
 
-    def _cut_up(self, part: str, first: str, others: list[str]) -> list[int] | None:
-        """Its ids by the pattern; from then on its pieces are known."""
+    def _learn_pieces(self, new: list[tuple[dict[str, list[int]], str, str]]) -> bool:
+        """Whether each table has its piece now, under its name, and with the tokens of its text."""
+        known = self._known
+        words = [self._words.findall(text) for _, _, text in new]
+        if not self._learn(set(chain.from_iterable(words)) - known.keys(), known):
+            return False
+        if max(len(self._firsts), len(self._pieces)) > _MAX_WORDS:
+            self._firsts, self._pieces = {"": []}, {}
+            return False
+        for (table, piece, _), of_piece in zip(new, words, strict=True):
+            table[piece] = list(chain.from_iterable(map(known.__getitem__, of_piece)))
+        return True
+
+    def _cut_up(self, part: str) -> list[int] | None:
+        """Its ids by the pattern."""
         known = self._known
         words = self._words.findall(part)
-        new = {word for word in words if word not in known}
-        if new and not self._learn(new, known):
+        if not self._learn(set(words) - known.keys(), known):
             return None
-        self._note(self._firsts, first, first, known)
-        for piece in others:
-            if piece not in self._pieces:
-                self._note(self._pieces, piece, f" {piece}", known)
-        return list(chain.from_iterable(map(known.__getitem__, words)))
-
-    def _note(
-        self, pieces: dict[str, list[int]], piece: str, text: str, known: dict[str, list[int]]
-    ) -> None:
-        """Keep the ids of ``piece``, which stands for ``text``, if it is one and they are known."""
-        if len(piece) > _MAX_WORD_CHARS or not _PIECE.fullmatch(piece):
-            return
-        ids = [known.get(word) for word in self._words.findall(text)]
-        if None not in ids:
-            if len(pieces) > _MAX_WORDS:
-                pieces.clear()
-                self._firsts[""] = []
-            pieces[piece] = list(chain.from_iterable(filter(None, ids)))
+        ids = list(chain.from_iterable(map(known.__getitem__, words)))
+        if len(part) <= _MAX_WORD_CHARS:  # what templates put between added tokens, mostly
+            if len(self._shorts) > _MAX_SHORTS:
+                self._shorts = {}
+            self._shorts[part] = list(ids)
+        return ids
 
     def _learn(self, words: set[str], known: dict[str, list[int]]) -> bool:
         """Whether ``known`` has all of ``words`` now. Another thread may begin a new table."""
+        if not words:
+            return True
         if len(known) > _MAX_WORDS:
             self._known = {}
             return False

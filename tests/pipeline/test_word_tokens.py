@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, pre_tokenizers, processors
 
-from pipeline.word_tokens import _MAX_WORDS, WordTokens
+from pipeline.word_tokens import _MAX_SHORTS, _MAX_WORDS, WordTokens
 from tests.tiny_tokenizer import tiny_tokenizer
 
 # What the pattern treats differently, and the beginnings of added tokens.
@@ -119,13 +119,29 @@ def test_pieces_have_the_ids_that_they_have_within_the_text(name: str, text: str
 
 
 def test_the_tables_of_pieces_are_bounded() -> None:
-    """A full one is begun anew, and the answers stay right."""
+    """When one is full both are begun anew, and the answers stay right."""
     tokenizer = tiny_tokenizer()
     words = words_of(tokenizer)
     assert words is not None
-    for table in (words._firsts, words._pieces):
-        table |= {f"{number}": [0] for number in range(_MAX_WORDS + 1)}
-    assert words.encode("unheard of") == tokenizer.encode("unheard of").ids
-    assert len(words._firsts) == 2
-    assert list(words._pieces) == ["of"]
-    assert words.encode(" of") == tokenizer.encode(" of").ids
+    words._pieces |= {f"{number}": [0] for number in range(_MAX_WORDS + 1)}
+    words._shorts |= {f"{number}\n": [0] for number in range(_MAX_SHORTS + 1)}
+    assert words.encode("unheard of") is None
+    for text in ("unheard of", " of", "of\n"):
+        assert words.encode(text) == tokenizer.encode(text).ids
+    assert set(words._firsts) == {"", "unheard"}
+    assert set(words._pieces) == {"of"}
+    assert set(words._shorts) == {"of\n"}
+
+
+def test_a_new_piece_does_not_have_the_rest_cut_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template puts its own word before the first of each prompt, so that one is always new."""
+    tokenizer = tiny_tokenizer()
+    words = words_of(tokenizer)
+    assert words is not None
+    words.encode("the words of a prompt")
+    asked: list[set[str]] = []
+    learn = words._learn
+    monkeypatch.setattr(words, "_learn", lambda new, known: asked.append(new) or learn(new, known))
+    text = "user\nAll words of the prompt"
+    assert words.encode(text) == tokenizer.encode(text).ids
+    assert asked == [{"user", "\n", "All", " the"}]
