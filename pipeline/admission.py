@@ -90,7 +90,7 @@ class Admission:
         )
         return Work(
             subject=message.subject,
-            message=replace(request, reader=reader),
+            message=request if request.reader else replace(request, reader=reader),
             headers=headers,
         )
 

@@ -17,7 +17,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
@@ -51,9 +51,7 @@ class _Waiter:
     ask: Ask
     is_admitted: bool  # by the budget; else it is asked again
     since_s: float
-    place: asyncio.Future[PrefillPlace | None] = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
+    place: asyncio.Future[PrefillPlace | None]
 
     def tell(self, outcome: PrefillPlace | Exception | None) -> None:
         """Its place, or why it has none; nothing, if it was cancelled in this very moment."""
@@ -104,6 +102,7 @@ class Doorkeeper:
         self._meter = meter
         self._clock = clock
         self._waiters: dict[str, _Waiter] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None  # in which the first one waited
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0  # on the loop's clock, when it rings
         self._rests_until_s = -math.inf  # in the loop's time, as the timer
@@ -199,7 +198,14 @@ class Doorkeeper:
         """
         if ask.request_id in self._waiters:  # published twice: the first one's message goes on
             return None
-        waiter = _Waiter(record=record, ask=ask, is_admitted=is_admitted, since_s=self._clock())
+        self._loop = loop = self._loop or asyncio.get_running_loop()
+        waiter = _Waiter(
+            record=record,
+            ask=ask,
+            is_admitted=is_admitted,
+            since_s=self._clock(),
+            place=loop.create_future(),
+        )
         self._waiters[ask.request_id] = waiter
         ticket = _ticket(ask, self._forecast)
         self.room.push(ticket, waiter.since_s)
@@ -257,21 +263,20 @@ class Doorkeeper:
 
     def _look(self) -> None:
         """Somebody may go now: look soon."""
-        if len(self.room):
-            self._look_at(asyncio.get_running_loop().time())
+        if self._loop is not None and len(self.room):
+            self._look_at(self._loop, self._loop.time())
 
-    def _look_at(self, loop_s: float) -> None:
+    def _look_at(self, loop: asyncio.AbstractEventLoop, loop_s: float) -> None:
         at_s = max(loop_s, self._rests_until_s)
         if self._timer is not None:
             if self._timer_s <= at_s:
                 return
             self._timer.cancel()
         self._timer_s = at_s  # a due timer of uvloop can't be asked
-        self._timer = asyncio.get_running_loop().call_at(at_s, self._let_go_all)
+        self._timer = loop.call_at(at_s, self._let_go_all, loop)
 
-    def _let_go_all(self) -> None:
+    def _let_go_all(self, loop: asyncio.AbstractEventLoop) -> None:
         self._timer = None
-        loop = asyncio.get_running_loop()
         began_s = loop.time()
         while (ticket := self.room.next_ready(self._clock())) is not None:
             waiter = self._waiters[ticket.request_id]
@@ -287,7 +292,7 @@ class Doorkeeper:
         now_s = self._clock()
         again_s = self.room.next_look_s(now_s)
         if again_s < math.inf:
-            self._look_at(ended_s + max(0.0, again_s - now_s))
+            self._look_at(loop, ended_s + max(0.0, again_s - now_s))
 
     def _gate(self, ticket: Ticket, now_s: float) -> Admit | Wait | Refuse:
         """The budget's last word on one whose turn has come. Its client has been told its model
