@@ -7,7 +7,6 @@ comes out behind a hand-over.
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import msgspec
@@ -76,7 +75,7 @@ def work(engine: Engine) -> list[TokenOutput]:
 
 def handed_over(prefill: Engine, decode: Engine, request: EngineRequest) -> list[TokenOutput]:
     """Tokens 0 from ``prefill``, the rest from ``decode``."""
-    prefill.add(dataclasses.replace(request, hold_after_first=True))
+    prefill.add(msgspec.structs.replace(request, hold_after_first=True))
     outputs: list[TokenOutput] = []
     held = None
     while prefill.has_work():
