@@ -127,9 +127,7 @@ def request_of(
 ) -> EngineRequest:
     """A request; fields of SamplingParams and of EngineRequest by name."""
     own = {
-        name: fields.pop(name)
-        for name in list(fields)
-        if name in EngineRequest.__struct_fields__
+        name: fields.pop(name) for name in list(fields) if name in EngineRequest.__struct_fields__
     }
     sampling = SamplingParams(**{"seed": 1, "max_tokens": 12, **fields})  # type: ignore[arg-type]
     return EngineRequest(key=key, prompt_ids=prompt_ids, sampling=sampling, **own)  # type: ignore[arg-type]
