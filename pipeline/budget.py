@@ -169,7 +169,7 @@ class Budget:
                 len(waits) * slo.ttft_ms or math.inf,
             ),
             "decode": (
-                self._books.decode_ms(served, now_s, step_ms),
+                self._books.decode_ms(served, now_s, now_s, step_ms),
                 decode_capacity_ms(costs, slo.tbt_ms, horizon_ms),
             ),
         }
@@ -229,10 +229,17 @@ class Budget:
         charge, is_prefill = self._books.find(claim.request_id), claim.role == "prefill"
         if charge is not None:
             took_ms = charge.prefill_ms if is_prefill else 0.0
-            self._books.begin(claim.request_id, now_s + took_ms / 1000)
+            self._books.begin(
+                claim.request_id, now_s + took_ms / 1000, has_decoder=self._has_decoder(claim)
+            )
         elif claim.num_tokens:
             took_ms = self._prefill_ms(claim) if is_prefill else 0.0
             self._charge_unseen(claim, claim.max_tokens, now_s, took_ms, now_s + took_ms / 1000)
+
+    def _has_decoder(self, claim: Claim) -> bool:
+        """Whether who claimed it decodes it, too."""
+        beat = self._fleet.worker(claim.worker)
+        return claim.role == "decode" or (beat is not None and "decode" in beat.roles)
 
     def settle(self, request_id: str) -> None:
         """It ended, was cut off, refused or moved away. Unknown ids are nothing."""
@@ -267,6 +274,7 @@ class Budget:
                 token_ms=token_ms(self._decode_costs(served), num_prompt),
                 charged_s=now_s,
                 begins_s=begins_s,
+                has_decoder=isinstance(heard, Claim) and self._has_decoder(heard),
                 is_queued=False,
             )
         )

@@ -10,11 +10,13 @@ A charge that nobody settles (its end was missed) is forgotten after ``MAX_AGE_S
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 MAX_AGE_S = 900.0  # no request has a later deadline
+LATELY_S = 10.0  # over which a pace is taken
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,6 +29,8 @@ class Charge:
         cap_tokens: how many of them the decode budget's horizon has room for.
         token_ms: device time of each.
         begins_s: when it decodes: as predicted, until a claim says so. None: nobody can tell.
+        has_decoder: whoever decodes it has claimed it. Until then it has not begun, whatever was
+            predicted: it may wait for room.
     """
 
     request_id: str
@@ -41,6 +45,7 @@ class Charge:
     charged_s: float
     begins_s: float | None = None
     num_choices: int = 1
+    has_decoder: bool = False
     is_queued: bool = True  # no worker has it yet
 
     @property
@@ -53,17 +58,6 @@ class Charge:
         """Its decode charge, as long as it has not begun."""
         return min(self.num_tokens, self.cap_tokens) * self.token_ms
 
-    def left_tokens(self, at_s: float, step_ms: float) -> float:
-        """That it will generate after ``at_s``, when each step takes ``step_ms``."""
-        if self.begins_s is None or step_ms <= 0:
-            return self.num_tokens
-        steps = max(0.0, at_s - self.begins_s) * 1000 / step_ms
-        return max(0.0, self.num_tokens - steps * self.num_choices)
-
-    def decode_ms(self, at_s: float, step_ms: float) -> float:
-        """What is left of its decode charge at ``at_s``, when each step takes ``step_ms``."""
-        return min(self.left_tokens(at_s, step_ms), self.cap_tokens) * self.token_ms
-
 
 class Ahead(NamedTuple):
     """Work that no worker has yet, before one request."""
@@ -75,6 +69,40 @@ class Ahead(NamedTuple):
 
 
 NOTHING_AHEAD = Ahead()
+
+
+class Pace(NamedTuple):
+    """What is admitted in a second, as of late."""
+
+    num: float = 0.0  # requests
+    tokens: float = 0.0  # of their prompts
+    prefill_ms: float = 0.0  # of a prompt, on average over tokens: the long ones count for more
+
+
+@dataclass(slots=True)
+class _Lately:
+    """Sums over what was admitted, each part fading over ``LATELY_S``."""
+
+    at_s: float = 0.0
+    num: float = 0.0
+    tokens: float = 0.0
+    token_ms: float = 0.0
+
+    def take(self, charge: Charge) -> None:
+        part = self._part(charge.charged_s)
+        self.at_s = max(self.at_s, charge.charged_s)
+        self.num = self.num * part + 1
+        self.tokens = self.tokens * part + charge.num_prompt
+        self.token_ms = self.token_ms * part + charge.num_prompt * charge.prefill_ms
+
+    def pace(self, at_s: float) -> Pace:
+        """If nobody more comes until then."""
+        part = self._part(at_s) / LATELY_S
+        prefill_ms = self.token_ms / self.tokens if self.tokens > 0 else 0.0
+        return Pace(self.num * part, self.tokens * part, prefill_ms)
+
+    def _part(self, at_s: float) -> float:
+        return math.exp(min(0.0, self.at_s - at_s) / LATELY_S)
 
 
 @dataclass(slots=True)
@@ -104,6 +132,7 @@ class _Sum:
 class _Pool:
     charges: dict[str, Charge] = field(default_factory=dict)
     whole: _Sum = field(default_factory=_Sum)  # decode charges, as if none had begun
+    lately: _Lately = field(default_factory=_Lately)
     queued: dict[tuple[int, str], _Sum] = field(default_factory=dict)  # by priority and tenant
 
 
@@ -132,6 +161,7 @@ class Books:
         pool = self._pools.setdefault(charge.served, _Pool())
         pool.charges[charge.request_id] = charge
         pool.whole.add(charge.whole_ms, charge.num_tokens)
+        pool.lately.take(charge)
         if charge.is_queued:
             key = (charge.priority, charge.tenant)
             pool.queued.setdefault(key, _Sum()).add(
@@ -145,12 +175,16 @@ class Books:
         if found is not None:
             self._unqueue(*found)
 
-    def begin(self, request_id: str, at_s: float) -> None:
-        """It decodes from ``at_s`` on; what was said before of that is corrected."""
+    def begin(self, request_id: str, at_s: float, *, has_decoder: bool = True) -> None:
+        """It decodes from ``at_s`` on; what was said before of that is corrected.
+
+        Args:
+            has_decoder: whoever decodes it said so; else it is predicted anew.
+        """
         found = self._find(request_id)
         if found is not None:
             self._unqueue(*found)
-            found[1].begins_s = at_s
+            found[1].begins_s, found[1].has_decoder = at_s, has_decoder
 
     def find(self, request_id: str) -> Charge | None:
         """What stands here of a request."""
@@ -203,6 +237,11 @@ class Books:
             found = _plus(found, theirs, part)
         return found
 
+    def pace(self, served: str, at_s: float) -> Pace:
+        """How much will have been admitted in a second lately, if nothing is until ``at_s``."""
+        pool = self._pools.get(served)
+        return Pace() if pool is None else pool.lately.pace(at_s)
+
     def queued_ms(self, served: str) -> float:
         """All prefill work that no worker has yet."""
         pool = self._pools.get(served)
@@ -213,40 +252,38 @@ class Books:
         pool = self._pools.get(served)
         return 0.0 if pool is None else pool.whole.ms
 
-    def decode_ms(self, served: str, at_s: float, step_ms: float) -> float:
+    def decode_ms(self, served: str, now_s: float, at_s: float, step_ms: float) -> float:
         """Decode charges as they will be at ``at_s``, if nothing is added."""
-        total, per_s = 0.0, 1000 / step_ms if step_ms > 0 else 0.0
-        for charge in self._charges(served):  # as Charge.decode_ms, without calls for each
-            left, begins_s = charge.num_tokens, charge.begins_s
-            if begins_s is not None and at_s > begins_s:
-                left -= (at_s - begins_s) * per_s * charge.num_choices
-            if left > 0:
-                total += min(left, charge.cap_tokens) * charge.token_ms
-        return total
+        left = self._left(served, now_s, at_s, step_ms)
+        return sum(min(tokens, charge.cap_tokens) * charge.token_ms for charge, tokens in left)
 
     def whole_tokens(self, served: str) -> float:
         """That all together will generate, as if none had begun."""
         pool = self._pools.get(served)
         return 0.0 if pool is None else pool.whole.tokens
 
-    def left_tokens(self, served: str, at_s: float, step_ms: float) -> float:
+    def left_tokens(self, served: str, now_s: float, at_s: float, step_ms: float) -> float:
         """That those who are charged now will generate after ``at_s``."""
-        total, per_s = 0.0, 1000 / step_ms if step_ms > 0 else 0.0
-        for charge in self._charges(served):  # as Charge.left_tokens, without a call for each
+        return sum(tokens for _, tokens in self._left(served, now_s, at_s, step_ms))
+
+    def _left(
+        self, served: str, now_s: float, at_s: float, step_ms: float
+    ) -> Iterator[tuple[Charge, float]]:
+        """Of each charge the tokens after ``at_s``, when each step takes ``step_ms``."""
+        per_s = 1000 / step_ms if step_ms > 0 else 0.0
+        pool = self._pools.get(served)
+        for charge in () if pool is None else pool.charges.values():
             left, begins_s = charge.num_tokens, charge.begins_s
             if begins_s is not None and at_s > begins_s:
+                if begins_s < now_s and not charge.has_decoder:
+                    begins_s = now_s
                 left -= (at_s - begins_s) * per_s * charge.num_choices
             if left > 0:
-                total += left
-        return total
+                yield charge, left
 
     def pools(self) -> list[str]:
         """Those that have charges."""
         return list(self._pools)
-
-    def _charges(self, served: str) -> Iterator[Charge]:
-        pool = self._pools.get(served)
-        return iter(()) if pool is None else iter(pool.charges.values())
 
     def _find(self, request_id: str) -> tuple[_Pool, Charge] | None:
         served = self._served.get(request_id)

@@ -159,7 +159,7 @@ class Case:
         served, books = self.ask.served, self.pool.books
         used = books.whole_ms(served)
         if used > capacity / 2:  # else it does not matter how far they have run down
-            used = books.decode_ms(served, at_s, self._step_ms())
+            used = books.decode_ms(served, self.ask.now_s, at_s, self._step_ms())
         if capacity <= 0:
             return Reading("decode", math.inf, math.inf)
         left = max(capacity - need.num_tokens * self.token_ms(), capacity * 1e-3)
@@ -175,19 +175,43 @@ class Case:
 
     def _rooms_at(self, now_s: float, wait_s: float) -> list[DecodeRoom]:
         """The batches that it would join: when its prefill is done, with those that are before it
-        in the queue; in mode ``now`` those of the moment when it is admitted."""
+        in the queue or overtake it; in mode ``now`` those of the moment when it is admitted."""
         at_s, joining = now_s, Joining()
         if self.pool.mode == "predicted" and self.prefill is not None:
             start = max(0.0, self.prefill.start_ms - wait_s * 1000)
             if math.isfinite(start):
                 at_s += (start + self.prefill.own_ms) / 1000
-                joining = self._joining(self.prefill, at_s - self.ask.now_s)
+                ahead = self._joining(self.prefill, at_s - self.ask.now_s)
+                others = self._overtaking(self.prefill, wait_s)
+                joining = Joining(
+                    ahead.num_sequences + others.num_sequences,
+                    ahead.num_tokens + others.num_tokens,
+                )
             growth = self._growth(at_s) / max(1, len(self.pool.decoders))
             joining = joining._replace(growth_tokens=growth)
         if self._rooms is None or self._rooms[0] != at_s:
-            rooms = decode_rooms(self.pool.decoders, self.pool.forecast, at_s, joining)
+            rooms = decode_rooms(
+                self.pool.decoders, self.pool.forecast, at_s, joining, self._num_steps
+            )
             self._rooms = (at_s, rooms)
         return self._rooms[1]
+
+    def _overtaking(self, room: PrefillRoom, wait_s: float) -> Joining:
+        """Each decode worker's part of those who are admitted after this request and are there
+        before it, if as much is admitted as of late: other workers are done with shorter prompts
+        sooner. Without them the moment when a long one is done would always seem a quiet one."""
+        pace = self.pool.books.pace(self.ask.served, self.ask.now_s + wait_s)
+        ahead_s = (room.own_ms - pace.prefill_ms) / 1000
+        if ahead_s <= 0 or not pace.num:
+            return Joining()
+        life_s = self._num_steps * self._step_ms() / 1000
+        part = min(ahead_s, life_s) * (1 - 1 / room.num_workers) / len(self.pool.decoders)
+        return Joining(pace.num * part, pace.tokens * part)
+
+    @property
+    def _num_steps(self) -> float:
+        """For which it decodes."""
+        return self.num_tokens(self.ask.max_tokens) / self.ask.num_choices
 
     def _joining(self, room: PrefillRoom, later_s: float) -> Joining:
         """Each decode worker's part of those in the queue that will have been prefilled and will
@@ -210,7 +234,7 @@ class Case:
             one.load.num_blocks * one.block_size for one in self.pool.decoders
         ):
             return most
-        return books.left_tokens(served, at_s, self._step_ms())
+        return books.left_tokens(served, self.ask.now_s, at_s, self._step_ms())
 
     def _lifetime_ms(self, num: float, num_steps: float, until_ms: float) -> float:
         """How long each of ``num`` sequences decodes that come evenly until then. Each makes the

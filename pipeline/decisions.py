@@ -44,7 +44,8 @@ class Decisions:
         self.fleet = Fleet(bus.times.dead_s, time.monotonic())
         index = RadixIndex(config.kv_index_blocks)
         self.index_feed = IndexFeed(bus, index, self.fleet, ctx.metrics, ctx.log)
-        self.outlook = Outlook(self.fleet, beat_s=bus.times.beat_s)
+        settings = RouteSettings.of(config)
+        self.outlook = Outlook(self.fleet, beat_s=bus.times.beat_s, links=settings.links)
         self.placed_feed = PlacedFeed(bus, self._hear_placed, ctx.process, ctx.log)
         self.policies = policies
         self._meter = BudgetMeter(ctx.metrics, ctx.log)
@@ -56,7 +57,6 @@ class Decisions:
             on_verdict=self._meter.judged,
         )
         prefixes = Prefixes(index, self.fleet, ctx.metrics)
-        settings = RouteSettings.of(config)
         self.placement = make_placement(
             settings.policy,
             self.fleet,

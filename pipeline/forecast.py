@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from schemas.control import Beat
 from schemas.profiles import StepCosts
@@ -29,14 +29,15 @@ class Demand:
     expected_tokens: float  # that it is likely to
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeForecast:
+class DecodeForecast(NamedTuple):
     """A worker's running batch as predicted for a moment."""
 
     num_sequences: int
     context_tokens: int
-    free_tokens: int  # of its KV cache
+    free_tokens: int  # of its KV cache; below 0: so many find no room
     step_ms: float | None  # None: its costs are not known
+    way_ms: float = 0.0  # that KV waits which is sent there then; below 0: the way was idle
+    way_token_ms: float = 0.0  # that a token's KV takes on it
 
 
 class Forecast(Protocol):
@@ -57,8 +58,8 @@ class Forecast(Protocol):
         """Sequences that wait there, those placed since its beat included."""
 
     def decode_at(self, beat: Beat, at_s: float) -> DecodeForecast:
-        """Its batch at ``at_s``: today's, plus what will have been prefilled for it by then, less
-        what will have ended. ``at_s`` is now, or later."""
+        """Its batch at ``at_s``: today's, plus what waits to join it and what will have been
+        prefilled for it by then, less what will have ended. ``at_s`` is now, or later."""
 
     def expected_tokens(self, served: str, max_tokens: int) -> float:
         """How many tokens a request that may generate ``max_tokens`` is likely to, as far as

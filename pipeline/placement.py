@@ -242,24 +242,30 @@ class PolicyPlacement:
             must_have_room=not is_mixed,
         )
         if not len(weighed) or (num_readers < 2 and not is_mixed):
+            self._tell(self._placed_decode(served, ready, ANY), now_s)
             return self._decide(ready.request_id, "decode", PrefillPlace(worker=ANY)).worker
         at = self._policy.decode(weighed, self._rng)
         worker = weighed.worker(at)
         if self._fleet.worker(worker) is None:
             self._outlook.drop(worker)
             return self.decode_worker(served, ready)
-        placed = Placed(
+        there_ms = float(weighed.candidates.transfer[at]) * weighed.unit_ms
+        self._tell(self._placed_decode(served, ready, worker, there_ms), now_s)
+        place = _place_at(weighed, at, "prefix" if worker in found else "load")
+        return self._decide(ready.request_id, "decode", place).worker
+
+    def _placed_decode(
+        self, served: str, ready: KvReady, worker: str, there_ms: float = 0.0
+    ) -> Placed:
+        return Placed(
             process=self._process,
             request_id=ready.request_id,
             served=served,
             worker=worker,
             role="decode",
-            num_tokens=handle.num_tokens,
-            there_ms=float(weighed.candidates.transfer[at]) * weighed.unit_ms,
+            num_tokens=ready.handle.num_tokens,
+            there_ms=there_ms,
         )
-        self._tell(placed, now_s)
-        place = _place_at(weighed, at, "prefix" if worker in found else "load")
-        return self._decide(ready.request_id, "decode", place).worker
 
     def _answer_tokens(self, served: str, record: RequestRecord | None) -> float:
         """How many are to come, over all choices."""

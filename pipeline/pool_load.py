@@ -58,6 +58,7 @@ class PrefillRoom:
     start_ms: float  # from now until it begins; infinite: no worker was heard lately
     own_ms: float  # its own computing there
     ahead: Ahead = NOTHING_AHEAD
+    num_workers: int = 1  # that prefill
 
     @property
     def ttft_ms(self) -> float:
@@ -90,7 +91,13 @@ def prefill_room(
     level = level_ms(waits, before.ms)
     starts = [wait if wait > level else level for wait in waits]
     _, own, at = min(zip(map(add, starts, owns), owns, count(), strict=False))
-    return PrefillRoom(worker=known[at][0].worker, start_ms=starts[at], own_ms=own, ahead=before)
+    return PrefillRoom(
+        worker=known[at][0].worker,
+        start_ms=starts[at],
+        own_ms=own,
+        ahead=before,
+        num_workers=len(known),
+    )
 
 
 def _owns_ms(workers: Sequence[tuple[Beat, StepCosts]], ask: Ask) -> list[float]:
@@ -120,8 +127,7 @@ class Need:
         return self.num_prompt + self.num_tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeRoom:
+class DecodeRoom(NamedTuple):
     """One worker's batch at a moment to come."""
 
     costs: StepCosts
@@ -129,6 +135,9 @@ class DecodeRoom:
     context_tokens: float
     used_tokens: float
     total_tokens: int  # 0: it does not say how much memory it has
+    way_ms: float = 0.0  # that KV waits for before it can come in
+    way_token_ms: float = 0.0  # that a token's KV takes to come
+    num_steps: float = math.inf  # of an answer, which is later by all of that together
 
     @property
     def shared_ms(self) -> float:
@@ -140,12 +149,15 @@ class DecodeRoom:
         )
 
     def tbt_load(self, target_ms: float, need: Need | None = None) -> float:
-        """How much of a step's time others take, of what there is beside the request itself."""
+        """How much of the time that a token may take others take, of what there is beside the
+        request itself: of each step, and of the way in as much as there is for each token."""
         own = 0.0
         if need is not None:
             context = self.costs.decode_context_ms * need.num_prompt
             own = (context + self.costs.decode_sequence_ms) * need.num_choices
-        return _ratio(self.shared_ms, target_ms - self.costs.decode_base_ms - own)
+            own += need.num_prompt * self.way_token_ms / self.num_steps
+        others = self.shared_ms + self.way_ms / self.num_steps
+        return _ratio(others, target_ms - self.costs.decode_base_ms - own)
 
     def kv_load(self, need: Need | None = None) -> float:
         """How much memory others take, of what there is beside the request itself."""
@@ -164,10 +176,18 @@ class Joining(NamedTuple):
 
 
 def decode_rooms(
-    beats: Sequence[Beat], forecast: Forecast, at_s: float, joining: Joining
+    beats: Sequence[Beat],
+    forecast: Forecast,
+    at_s: float,
+    joining: Joining,
+    num_steps: float = math.inf,
 ) -> list[DecodeRoom]:
     """Of each worker that tells its costs, as predicted for ``at_s``. Of many workers only those
-    are weighed that have the least to do now."""
+    are weighed that have the least to do now.
+
+    Args:
+        num_steps: of an answer.
+    """
     rooms = []
     if len(beats) > MAX_WEIGHED:
         beats = heapq.nsmallest(MAX_WEIGHED, beats, key=_burden)
@@ -176,31 +196,21 @@ def decode_rooms(
         if costs is None:
             continue
         batch = forecast.decode_at(beat, at_s)
-        waiting = _waiting(beat)
         total = beat.load.num_blocks * beat.block_size
+        used = total - batch.free_tokens + joining.num_tokens + joining.growth_tokens
         rooms.append(
             DecodeRoom(
                 costs=costs,
-                num_sequences=batch.num_sequences + joining.num_sequences + waiting.num_sequences,
-                context_tokens=batch.context_tokens + joining.num_tokens + waiting.num_tokens,
-                used_tokens=max(0, total - batch.free_tokens)
-                + joining.num_tokens
-                + joining.growth_tokens
-                + waiting.num_tokens,
+                num_sequences=batch.num_sequences + joining.num_sequences,
+                context_tokens=batch.context_tokens + joining.num_tokens,
+                used_tokens=max(0.0, used),
                 total_tokens=total,
+                way_ms=max(0.0, batch.way_ms + joining.num_tokens * batch.way_token_ms),
+                way_token_ms=batch.way_token_ms,
+                num_steps=max(1.0, num_steps),
             )
         )
     return rooms
-
-
-def _waiting(beat: Beat) -> Joining:
-    """Sequences that were handed to it and wait for memory or a place, taken for as long as those
-    that run. Of a worker that prefills, too, those that wait are prompts."""
-    load = beat.load
-    if "prefill" in beat.roles or not load.num_waiting:
-        return Joining()
-    each = load.context_tokens / load.num_running if load.num_running else 0.0
-    return Joining(load.num_waiting, load.num_waiting * each)
 
 
 def _burden(beat: Beat) -> tuple[int, int]:

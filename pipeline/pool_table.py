@@ -47,12 +47,15 @@ _COLUMNS: Final = (
     "free_tokens",  # of its KV cache, less those of decodes placed since
     "since_tokens",  # of decodes placed since
     "num_since",  # of those
+    "since_prompts",  # tokens of prompts placed since
     "layout",  # see layout_of
+    "prompts",  # that it has, or will have, for another worker to decode
+    "prompt_tokens",  # of all of them, computed or not
     "link_s",  # when the KV will have come that is on its way there
     "recent_ms",  # work that was placed there lately, as it counted at ``recent_s``; see `recent`
     "recent_s",
 )
-_KEPT: Final = 3  # the last columns outlive a beat
+_KEPT: Final = 5  # the last columns outlive a beat
 ROLES: Final = ("prefill", "decode", "suffix")
 
 
@@ -153,6 +156,18 @@ class PoolTable:
         passed_ms = 1000 * (now_s - self._data.item(_WAIT_S, row))
         return max(0.0, self._data.item(_WAIT_MS, row) - max(0.0, passed_ms))
 
+    def way_ms(self, row: int, now_s: float) -> float:
+        """How long the way to one row is taken by KV that was sent there."""
+        return max(0.0, 1000 * (self._data.item(_LINK_S, row) - now_s))
+
+    def decodes_since(self, row: int) -> tuple[float, float]:
+        """How many decodes were placed with one row that no beat has told of, and their tokens."""
+        return self._data.item(_NUM_SINCE, row), self._data.item(_SINCE_TOKENS, row)
+
+    def num_prompts_since(self, row: int) -> float:
+        """How many prompts."""
+        return self._data.item(_SINCE, row) - self._data.item(_NUM_SINCE, row)
+
     def rows_of(self, role: str) -> Rows:
         """The rows of those that have ``role``, by worker id; the same object until somebody comes
         or goes."""
@@ -221,11 +236,16 @@ class PoolTable:
         self.set("recent_ms", row, kept_ms + ms)
         self.set("recent_s", row, now_s)
 
+    def note_prompt(self, row: int, num: int, num_tokens: int) -> None:
+        """So many prompts more are to be handed over by one row."""
+        self.add("prompts", row, num)
+        self.add("prompt_tokens", row, num_tokens)
+
     def note_link(self, worker: str, there_s: float) -> None:
         """Until then the way to ``worker`` is taken."""
         row = self._row.get(worker)
         if row is not None:
-            self.set("link_s", row, max(there_s, self._data.item(_INDEX["link_s"], row)))
+            self.set("link_s", row, max(there_s, self._data.item(_LINK_S, row)))
 
     def drop(self, worker: str) -> None:
         """It is gone."""
@@ -269,8 +289,12 @@ class PoolTable:
 _INDEX: Final = {name: number for number, name in enumerate(_COLUMNS)}
 _HAS_COSTS: Final = _INDEX["has_costs"]
 _HEARD_S: Final = _INDEX["heard_s"]
+_LINK_S: Final = _INDEX["link_s"]
+_NUM_SINCE: Final = _INDEX["num_since"]
 _RECENT_MS: Final = _INDEX["recent_ms"]
 _RECENT_S: Final = _INDEX["recent_s"]
+_SINCE: Final = _INDEX["since"]
+_SINCE_TOKENS: Final = _INDEX["since_tokens"]
 _WAIT_MS: Final = _INDEX["wait_ms"]
 _WAIT_S: Final = _INDEX["wait_s"]
 
@@ -306,6 +330,7 @@ def _facts(beat: Beat, now_s: float) -> tuple[float, ...]:
         costs.decode_sequence_ms,
         load.context_tokens,
         load.num_free_blocks * beat.block_size,
+        0.0,
         0.0,
         0.0,
     )

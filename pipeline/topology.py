@@ -11,6 +11,7 @@ nothing. A label that is not said is nobody else's: without labels workers are o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -86,6 +87,25 @@ class Distances:
             return np.where(np.isin(rows, there), 0.0, away)
 
         return self._keep(table, ("nearest", role, of), role, measure)
+
+    def inward(self, table: PoolTable) -> Floats:
+        """To each worker from those that prefill and hand over, on average: [num_rows]. 0 where
+        nobody does."""
+
+        def measure(_: Rows) -> Floats:
+            handing = [beat for beat in table.beats if "prefill" in beat.roles]
+            starts = Counter(where(beat) for beat in handing if "decode" not in beat.roles)
+            if not starts:
+                return np.zeros(table.num_rows)
+            ends = [where(beat) for beat in table.beats]
+            mean = {
+                end: sum(num / self._links.between(start, end) for start, num in starts.items())
+                / starts.total()
+                for end in set(ends)
+            }
+            return np.array([_MS_PER_BYTE * mean[end] for end in ends], dtype=np.float64)
+
+        return self._keep(table, "inward", "decode", measure)
 
     def _keep(
         self, table: PoolTable, key: object, role: str, measure: Callable[[Rows], Floats]

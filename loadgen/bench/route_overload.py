@@ -4,6 +4,8 @@
     now         refused by the load as it is
     off         nothing is refused: what is not served in time was computed for nothing
 
+What is full is in turn the steps of the decode workers, their memory, and the way into it.
+
 A pool that swings is full at one time and idle at another; how much it does is told as the
 deviation of its load by its mean, while the burst lasts.
 """
@@ -29,11 +31,17 @@ from loadgen.simulate.result import SimulationResult
 
 FLEET, TRACE = "h100x4-70b-8p8d", "burst"
 MODES: tuple[EarlyRejection, ...] = ("predicted", "now", "off")
+LONG = "long-prompts"
+LONG_TTFT_MS, LONG_TBT_MS = 4_000.0, 50.0  # of its SLO
+MEMORY_FLEET, WAY_FLEET = "h100x4-70b-8p1d", "h100x4-70b-24p4d"
+WAY_RATE = 3.0  # times the trace's
 _BURST_S = (50.0, 150.0)  # of the trace, after its first effects
 
 
 def measure(plan: RoutePlan) -> RouteSection:
-    """``early_rejection_gain``: goodput with predicted rejection ÷ without any."""
+    """``early_rejection_gain``: goodput with predicted rejection ÷ without any, and ÷ by the load
+    as it is; the latter also of long prompts, ``early_rejection_memory_gain`` where the decode
+    worker's memory is full, ``early_rejection_way_gain`` where the way into it is."""
     runs = {
         mode: run_seeds(Case(fleet=FLEET, trace=TRACE, early_rejection=mode), plan)
         for mode in MODES
@@ -43,6 +51,8 @@ def measure(plan: RoutePlan) -> RouteSection:
     figures: dict[str, Figure] = {
         **figure("early_rejection_gain", gain),
         **figure("early_rejection_predicted_vs_now", over_now),
+        **_long_prompts("memory", MEMORY_FLEET, 1.0, plan),
+        **_long_prompts("way", WAY_FLEET, WAY_RATE, plan),
         "overload": {mode: _row(of_mode, plan.length) for mode, of_mode in runs.items()},
     }
     return RouteSection(
@@ -52,9 +62,34 @@ def measure(plan: RoutePlan) -> RouteSection:
             SLO_NOTE,
             f"overload: {FLEET}, trace {TRACE}, all policies place by score; refused requests are "
             "in no goodput; swing: deviation of a pool's load ÷ its mean during the burst",
+            f"memory, way: {MEMORY_FLEET}, {WAY_FLEET}, trace {LONG}, predicted ÷ now; SLO: TTFT "
+            f"{LONG_TTFT_MS:g} ms, time per token {LONG_TBT_MS:g} ms",
         ),
         plots=tuple(_plot(mode, runs[mode][0]) for mode in MODES) if plan.wants_plots else (),
     )
+
+
+def _long_prompts(name: str, fleet: str, rate: float, plan: RoutePlan) -> dict[str, Figure]:
+    """Predicted ÷ now, and what each comes to."""
+    runs = {
+        mode: run_seeds(
+            Case(
+                fleet=fleet,
+                trace=LONG,
+                early_rejection=mode,
+                slo_ttft_ms=LONG_TTFT_MS,
+                slo_tbt_ms=LONG_TBT_MS,
+                rate=rate,
+            ),
+            plan,
+        )
+        for mode in MODES
+    }
+    per_s: dict[str, Figure] = {
+        mode: round(statistics.fmean(map(goodput_per_s, some)), 2) for mode, some in runs.items()
+    }
+    gain = ratios(runs["predicted"], runs["now"], goodput_per_s)
+    return {**figure(f"early_rejection_{name}_gain", gain), f"overload_{name}_per_s": per_s}
 
 
 def _row(runs: Sequence[SimulationResult], length: float) -> Figure:

@@ -91,9 +91,13 @@ def ttfts_ms(result: SimulationResult, tenant: str = "") -> list[float]:
 
 
 def goodput_per_s(result: SimulationResult) -> float:
-    """Requests within the SLO by the time in which all came: refused ones count as failed, and
-    nobody gains by being slow."""
-    slo_ms = {"ttft": SLO_TTFT_MS, "tpot": SLO_TBT_MS}
+    """Requests within the SLO, that of the case if it has one, by the time in which all came:
+    refused ones count as failed, and nobody gains by being slow."""
+    policy = result.plan.policy
+    slo_ms = {
+        "ttft": policy.slo_ttft_ms or SLO_TTFT_MS,
+        "tpot": policy.slo_tbt_ms or SLO_TBT_MS,
+    }
     met = sum(one.meets(slo_ms) for one in result.recorder.results)
     return met / result.offered_s
 

@@ -63,7 +63,8 @@ class Control:
         self.name = name
         self.fleet = Fleet(_DEAD_BEATS * plan.beat_s, queue.now_s)
         self.index = RadixIndex(_INDEX_BLOCKS)
-        self.outlook = Outlook(self.fleet, beat_s=plan.beat_s)
+        settings = _route_settings(plan)
+        self.outlook = Outlook(self.fleet, beat_s=plan.beat_s, links=settings.links)
         self._mesh = mesh
         self._book = IndexBook(self.index)
         prefixes = Prefixes(self.index, self.fleet, Metrics(), runs_of=self._runs_of)
@@ -74,7 +75,7 @@ class Control:
             self.outlook,
             clock=queue.clock,
             rng=rng,
-            settings=_route_settings(plan),
+            settings=settings,
             process=name,
             on_placed=mesh.say_placed,
         )

@@ -12,6 +12,8 @@ from pipeline.prefixes import Prefixes
 from pipeline.route_settings import RouteSettings
 from pipeline.scoring import Weights
 from schemas.control import Beat
+from schemas.tokens import Claim
+from tests.pipeline.rig import SERVED
 
 NOW_S = 1.0
 
@@ -51,4 +53,17 @@ def placing(
         clock=more.pop("clock", lambda: NOW_S),
         rng=random.Random(seed),
         **more,
+    )
+
+
+def claimed(worker: str, request_id: str, role: str = "prefill", tokens: int = 100) -> Claim:
+    """What a worker says that takes a task."""
+    return Claim(
+        request_id=request_id,
+        epoch=1,
+        worker=worker,
+        role=role,
+        served=SERVED,
+        deadline_unix_ms=2**50,
+        num_tokens=tokens,
     )

@@ -19,7 +19,7 @@ from schemas.kv import KvReady, KvSource
 from schemas.kv_events import KvTier
 from schemas.requests import RequestRecord
 from schemas.subjects import ANY
-from tests.pipeline.placing import NOW_S, fleet_of, outlook_of, placing
+from tests.pipeline.placing import NOW_S, claimed, fleet_of, outlook_of, placing
 from tests.pipeline.rig import SERVED, beat, kv_ready, record
 
 RECORD = record("request-1")
@@ -56,14 +56,19 @@ def test_the_least_loaded_is_named() -> None:
     assert placing(fleet_of(busy, long)).place_prefill(RECORD).worker == "w1"
 
 
-def test_what_was_sent_counts_until_the_next_beat() -> None:
-    """Between two beats tasks go round; a new beat tells the truth again."""
+def test_what_was_sent_counts_until_a_beat_tells_of_it() -> None:
+    """Between two beats tasks go round; a beat that was measured after their claims tells the
+    truth again."""
     fleet = fleet_of(beat("w1", num_free_slots=4), beat("w2", num_free_slots=4))
     outlook = outlook_of(fleet)
     placement = placing(fleet, outlook=outlook)
-    assert place(placement, RECORD, 4) == ["w1", "w2", "w1", "w2"]
-    for _ in range(2):  # what lies in the queue may cross the first beat
-        outlook.hear_beat(beat("w1", num_free_slots=4), NOW_S + 1.5)
+    records = [msgspec.structs.replace(RECORD, request_id=f"request-{n}") for n in range(4)]
+    assert [placement.place_prefill(one).worker for one in records] == ["w1", "w2", "w1", "w2"]
+    outlook.hear_beat(beat("w1", num_free_slots=4), NOW_S)
+    assert outlook.queue_depth(beat("w1"), NOW_S) == 2  # they cross the beat
+    for one in records[::2]:
+        outlook.hear_claim(claimed("w1", one.request_id), NOW_S)
+    outlook.hear_beat(beat("w1", num_free_slots=4), NOW_S)
     assert place(placement, RECORD, 2) == ["w1", "w1"]
 
 

@@ -78,6 +78,18 @@ def test_loads_of_a_decode_worker() -> None:
     assert room.kv_load(need) == 300 / 600
 
 
+def test_a_token_is_later_by_its_part_of_the_way_in() -> None:
+    """Keys and values that wait 400 ms for the way, and take 200 themselves, make each of a hundred
+    tokens 6 ms later; a long answer bears more of that than a short one."""
+    room = DecodeRoom(
+        costs=COSTS, num_sequences=20, context_tokens=0, used_tokens=300, total_tokens=1000,
+        way_ms=400.0, way_token_ms=1.0, num_steps=100.0,
+    )  # fmt: skip
+    assert room.tbt_load(50.0) == (20 + 4) / 40
+    need = Need(num_choices=2, num_prompt=200, num_tokens=200)
+    assert room.tbt_load(50.0, need) == (20 + 4) / (38 - 2)
+
+
 def test_who_is_prefilled_before_it_shares_the_batch() -> None:
     """Sequences that nobody has yet are in every worker's batch, each its part of them."""
     house = House(prefiller(), decoder())

@@ -27,7 +27,7 @@ from schemas.errors import ConfigError
 from schemas.profiles import StepCosts
 from schemas.requests import RequestRecord
 from schemas.subjects import ANY
-from tests.pipeline.placing import NOW_S, fleet_of, outlook_of, placing
+from tests.pipeline.placing import NOW_S, claimed, fleet_of, outlook_of, placing
 from tests.pipeline.rig import SERVED, beat, kv_ready, record
 
 COSTS = StepCosts(
@@ -132,12 +132,13 @@ def test_a_hot_prefix_is_everybodys() -> None:
     placement._clock = lambda: clock[0]  # type: ignore[attr-defined]
     placed = []
     for _ in range(1600):
-        placed.append(placement.place_prefill(long()).worker)
+        one = long()
+        placed.append(placement.place_prefill(one).worker)
         index.stored(placed[-1], "device", hashes)
+        outlook.hear_claim(claimed(placed[-1], one.request_id), clock[0])
         clock[0] += 0.01
-        for one in beats:
-            outlook.hear_beat(one, clock[0])
-            outlook.hear_beat(one, clock[0])
+        for told in beats:
+            outlook.hear_beat(told, clock[0])
     counts = [placed[800:].count(f"w{n}") for n in range(8)]
     assert max(counts) <= 1.5 * 100
 
