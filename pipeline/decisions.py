@@ -111,6 +111,7 @@ class Decisions:
         """The last entry of a chain was read again, for it may have been missed: who holds what,
         and who need not wait any more."""
         if isinstance(entry, Claim):
+            self.outlook.hear_stored(entry, time.monotonic())
             if entry.request_id not in self.budget.books:  # it began before this process did
                 self.budget.hear_claim(entry, time.monotonic())
             self.door.hear_claim(entry)

@@ -168,6 +168,11 @@ class Outlook:
         if (sent_before := known.sent.get(claim.request_id)) is not None:
             sent_before.claimed_s = now_s
 
+    def hear_stored(self, claim: Claim, now_s: float) -> None:
+        """A claim was read again that may have been missed when it was made."""
+        if claim.request_id in self._unclaimed:
+            self.hear_claim(claim, now_s)
+
     def hear_end(self, request_id: str, num_tokens: int | None, now_s: float) -> None:
         """A request ended; ``num_tokens`` of all its choices, None when it was cut off."""
         self._turn(now_s)
@@ -346,6 +351,9 @@ class Outlook:
             del known.sent[request_id]
             if self._unclaimed.get(request_id) == known.beat.worker:
                 del self._unclaimed[request_id]
+        line = self._lines.get(known.beat.served)
+        while line is not None and line.oldest_s < now_s - MAX_AGE_S:
+            self._take_back(line.oldest, now_s)
 
     def _forget(self, now_s: float) -> None:
         for worker, known in list(self._known.items()):

@@ -8,6 +8,7 @@ A task leaves the account when its request ended, was placed elsewhere, or a bea
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from pipeline.pool_table import PoolTable
@@ -38,6 +39,16 @@ class SharedLine:
 
     def __len__(self) -> int:
         return len(self.sent)
+
+    @property
+    def oldest(self) -> str:
+        """Who is here longest; there is somebody."""
+        return next(iter(self.sent))
+
+    @property
+    def oldest_s(self) -> float:
+        """When that one was sent; infinite when nobody is here."""
+        return self.sent[self.oldest].sent_s if self.sent else math.inf
 
     def add(self, request_id: str, sent: Sent) -> None:
         """One more; a repeat is none."""

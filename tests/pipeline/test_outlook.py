@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pipeline.fleet import Fleet
-from pipeline.outlook import MAX_SENT, Outlook
+from pipeline.outlook import MAX_AGE_S, MAX_SENT, Outlook
 from pipeline.topology import Links
 from schemas.control import Beat, Load, Placed
 from schemas.profiles import StepCosts
@@ -269,6 +269,23 @@ def test_a_decode_in_the_shared_queue_is_everybodys() -> None:
     outlook.hear_claim(claimed("d1", "r0", "decode", tokens=1000), 2.1)
     outlook.hear_end("r1", None, 2.1)
     assert [outlook.decode_at(one, 2.1).context_tokens for one in decoders] == [2000, 1000]
+
+
+def test_a_claim_that_was_missed_is_read_again() -> None:
+    """Then the worker's beats tell of it; of one that was heard nothing changes. And what nobody
+    ever tells of is dropped when no request is that old."""
+    d1 = worker("d1", roles=("decode",))
+    outlook, fleet = hearing(d1)
+    for name, request in (("d1", "r1"), (ANY, "r2"), (ANY, "r3")):
+        outlook.hear_placed(placed(name, request, role="decode", tokens=1000), 0.0)
+    outlook.hear_stored(claimed("d1", "r1", "decode"), 30.0)
+    outlook.hear_stored(claimed("d1", "r2", "decode"), 30.0)
+    outlook.hear_stored(claimed("d1", "r4", "decode"), 30.0)
+    tell(outlook, fleet, d1, 30.5)
+    assert outlook.decode_at(d1, 30.5).context_tokens == 1000
+    tell(outlook, fleet, d1, MAX_AGE_S + 1)
+    assert outlook.decode_at(d1, MAX_AGE_S + 1).context_tokens == 0
+    outlook.check_invariants()
 
 
 def test_whose_decode_worker_goes_is_everybodys() -> None:
