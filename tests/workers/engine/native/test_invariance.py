@@ -102,3 +102,23 @@ def test_results_are_numbers_although_the_pool_was_not() -> None:
     runner = native_runner(SHAPES["mistral"], "bf16", block_size=16, num_blocks=50)
     asked = prompts(LENGTHS, vocab_size=VOCAB_SIZE, seed=2)
     assert torch.cat(_alone(runner, asked, 16)).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_one_sequence_is_the_same_however_its_heads_are_shared_out(dtype: str) -> None:
+    """Nine query heads over three kv heads, by as many threads as cut groups anywhere: prompt and
+    decode of a sequence alone give the same bits."""
+    shape = Shape.of("llama", num_kv_heads=3, group=3)
+    (ids,) = prompts((150,), vocab_size=VOCAB_SIZE)
+    table = list(range(38))
+    expected = None
+    for num_threads in (1, 2, 4, 5, 12):
+        runner = native_runner(shape, dtype, num_threads=num_threads)
+        got = torch.cat(
+            [
+                runner.logits([scheduled(ids, table, 0, 149)]),
+                runner.logits([scheduled(ids, table, 149, 1)]),
+            ]
+        )
+        expected = got if expected is None else expected
+        assert torch.equal(got, expected), num_threads
