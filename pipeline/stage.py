@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Generic, TypeVar
 
 from nats.js.api import ConsumerConfig
@@ -72,6 +72,8 @@ class Stage(Generic[T]):
             None for a consumer that is shared.
         when_full: what the client of a message hears when a queue behind this stage is full.
             None: the message waits for room.
+        told_elsewhere: outcomes after which the request's own line follows, so that this stage's
+            is one for debugging.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Stage(Generic[T]):
         max_waiting: int = 4096,
         on_fenced: Callable[[], None] | None = None,
         when_full: Callable[[T], QueueFull] | None = None,
+        told_elsewhere: Collection[str] = (),
     ) -> None:
         self.name = name
         self._ctx = ctx
@@ -98,6 +101,7 @@ class Stage(Generic[T]):
         self._concurrency = concurrency
         self._max_waiting = max_waiting
         self._when_full = when_full
+        self._told_elsewhere = told_elsewhere
         self._running: dict[int, WorkMessage] = {}
         self._waiting: dict[int, asyncio.Task[None]] = {}  # those of them that wait
         self._is_over = False
@@ -184,7 +188,9 @@ class Stage(Generic[T]):
             self._running.pop(message.stream_seq, None)
             seconds = time.perf_counter() - started_s
             self._handled.count(outcome, seconds)
-            self._ctx.log.info(
+            log = self._ctx.log
+            tell = log.debug if outcome in self._told_elsewhere else log.info
+            tell(
                 "stage_handled",
                 stage=self.name,
                 outcome=outcome,

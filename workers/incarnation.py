@@ -209,6 +209,7 @@ class Incarnation:
                 handler,
                 capacity=self._free_prefills if name == "prefill" else self._free_slots,
                 on_fenced=self._fence if consumer is own else None,
+                told_elsewhere=("claimed",),  # when it has been executed
             )
             for consumer in (own, any_consumer(name, served, times))
         ]

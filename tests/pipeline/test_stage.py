@@ -125,6 +125,24 @@ async def test_what_comes_next_is_stored_before_the_ack(
     await until(lambda: lines.outcomes("prefill") == ["done"])
 
 
+async def test_an_outcome_that_is_told_elsewhere_has_no_line_here(
+    ctx: StageContext, lines: LogLines, until: Until
+) -> None:
+    """A request has one line per process; what is not the usual outcome is told at once."""
+
+    async def answer(work: Work[PrefillTask], number: int) -> Handled:
+        if number == 1:
+            raise NoCapacity("full")
+        return DONE
+
+    await send(ctx.bus, SUBJECT, prefill_task(new_id()))
+    handler = Handler(answer)
+    stage = make_stage(ctx, handler, told_elsewhere=("done",))
+    async with running(stage):
+        await until(lambda: len(handler.works) == 2 and not stage.num_running)
+    assert lines.outcomes("prefill") == ["later"]
+
+
 async def test_headers_go_on_with_the_request(ctx: StageContext, ear: Ear, until: Until) -> None:
     """The next message can be judged by its headers: same request, deadline and trace."""
 
