@@ -27,14 +27,18 @@ class Kind(enum.StrEnum):
     dog = "dog"
 
 
+# A model without sense ends no text and no number that may go on.
+Count = Annotated[int, pydantic.Field(ge=0, le=99)]
+
+
 class Owner(pydantic.BaseModel):
-    name: str
-    age: int | None
+    name: Annotated[str, pydantic.Field(max_length=20)]
+    age: Count | None
 
 
 class Animal(pydantic.BaseModel):
     kind: Kind
-    legs: int
+    legs: Count
     owners: Annotated[list[Owner], pydantic.Field(max_length=2)]
 
 

@@ -521,7 +521,7 @@ async def test_the_broker_dies_in_mid_answer(place: Workplace) -> None:
     await place.until_tokens(record, 4)
     await place.broker.kill()
     decode_worker.runner.open()
-    await until(lambda: decode_worker.now.execution._reports.empty())
+    await until(lambda: not decode_worker.now.execution._reports)
     await place.restart_broker()
     same(record, await place.answer(record))
     assert len(decode_worker.incarnations) == 1
