@@ -127,7 +127,7 @@ class DecodeFlow:
         return min(waited, places)
 
     def _num_fitting(self) -> float:
-        """How many of those who are not there there is room for now."""
+        """How many of those who are yet to come would find room now."""
         each = max(self.handed.mean, self.coming.mean)
         if not self.total_tokens or each <= 0:
             return math.inf
