@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+from collections import deque
 from typing import Any, Self, TextIO
 
 import prometheus_client
@@ -99,20 +100,22 @@ _NOTHING = _Nothing()
 class SteadyStream:
     """A stream whose writes never raise: what a full disk or a closed pipe refuses is lost.
 
-    Within an event loop all that is written in one turn leaves together at its end.
+    Within an event loop all that is written in one turn leaves in one write at its end, also where
+    the stream itself keeps nothing back, as under ``PYTHONUNBUFFERED``: a line by itself costs as
+    much as what it tells of.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self._unwritten: deque[str] = deque()  # until the next flush, which follows each line
         self._flushing: asyncio.AbstractEventLoop | None = None  # it will, at the end of its turn
 
     def write(self, text: str) -> None:
-        """Write, or not."""
-        with contextlib.suppress(OSError, ValueError):
-            self._stream.write(text)
+        """Take ``text``, to be written with the next flush."""
+        self._unwritten.append(text)
 
     def flush(self) -> None:
-        """Flush, or not; soon within an event loop, else now."""
+        """Write, or not; soon within an event loop, else now."""
         if self._flushing is not None and self._flushing.is_running():
             return
         try:
@@ -125,5 +128,10 @@ class SteadyStream:
 
     def _flush_now(self) -> None:
         self._flushing = None
+        texts: list[str] = []
+        with contextlib.suppress(IndexError):  # another thread may flush as well
+            while True:
+                texts.append(self._unwritten.popleft())
         with contextlib.suppress(OSError, ValueError):
+            self._stream.write("".join(texts))
             self._stream.flush()

@@ -85,16 +85,22 @@ def test_a_full_disk_takes_no_process_with_its_log() -> None:
 
 
 class Counted(io.StringIO):
-    """Knows how often it was flushed."""
+    """Knows how often it was written to, and flushed."""
 
+    num_writes = 0
     num_flushes = 0
+
+    def write(self, text: str) -> int:
+        self.num_writes += 1
+        return super().write(text)
 
     def flush(self) -> None:
         self.num_flushes += 1
 
 
 def test_the_lines_of_one_turn_leave_together() -> None:
-    """One flush per turn of the loop, in which something was written; without a loop, each time."""
+    """One write and one flush per turn of the loop in which something was said; without a loop,
+    each time."""
     written = Counted()
     log = set_up_process("p", stream=written)
 
@@ -111,4 +117,5 @@ def test_the_lines_of_one_turn_leave_together() -> None:
     assert written.num_flushes == 6
     log.info("process_ended")
     assert written.num_flushes == 7
+    assert written.num_writes == 7
     assert len(written.getvalue().splitlines()) == 23
