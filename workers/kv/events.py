@@ -1,8 +1,11 @@
 """What this process's tiers hold, noted where it happens, told in batches.
 
-    engine's thread, tiers' threads    note(tier, block)        a lock, a table, nothing else
+    engine's thread, tiers' threads    stored(), removed()      a lock and a list, however many
     event loop                         cut()                    what differs since the last cut
                                        cut_whole()              and all that is held, at one instant
+
+A note waits in a list until somebody wants to know what all come to, and enters them into the
+tables in one go: whoever computes spends a third of the time that it would take there and then.
 
 A block that came and went between two cuts has not changed. When more has changed than a batch
 should carry, the cut says so ("gap") in place of the changes; what is held stays exact.
@@ -11,6 +14,7 @@ should carry, the cut says so ("gap") in place of the changes; what is held stay
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -20,13 +24,19 @@ from workers.kv.api import BlockName
 
 MAX_CHANGES = 8_192  # blocks per cut: 128 KiB of hashes, and a millisecond under the lock
 _TIERS: tuple[KvTier, ...] = ("device", "host", "disk")
+_NOWHERE = (0, b"")
 _BIT: dict[KvTier, int] = {tier: 1 << number for number, tier in enumerate(_TIERS)}
+_MAX_NOTED = 1024  # blocks: entered in 0.3 ms, by whoever notes one more
 _PIECE_BYTES = 96  # of a run or a list of removed blocks, without its hashes
 
 T = TypeVar("T")
 
-# A block, its parent, and a bit for each tier as it was at the cut before and as it is now.
-_Change = tuple[bytes, bytes | None, int, int]
+# The bit of a tier, what came into it, and the hashes of what left it.
+_Note = tuple[int, tuple[BlockName, ...], tuple[bytes, ...]]
+# A block, a bit for each tier as it was at the cut before and as it is now, and its parent.
+_Change = tuple[bytes, int, int, bytes]
+# A parent, and the hashes of blocks each of which follows on the one before it.
+_Run = list[bytes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,54 +62,66 @@ class BlockLog:
         self.on_change: Callable[[], None] | None = None
         self._max_changes = max_changes
         self._lock = threading.Lock()
-        self._tiers: dict[bytes, int] = {}  # a bit for each tier
-        self._parents: dict[bytes, bytes] = {}
-        self._was: dict[bytes, int] = {}  # the bits at the last cut, of what was noted since
+        self._noted: list[_Note] = []  # what the tables don't know yet
+        self._num_noted = 0  # blocks in it
+        self._is_cut = True  # and nothing noted since
+        self._held: dict[bytes, tuple[int, bytes]] = {}  # a bit for each tier, and the parent
+        self._was: dict[bytes, int] = {}  # the bits at the last cut, of what has changed since
         self._is_gap = False
 
     def __len__(self) -> int:
-        return len(self._tiers)
+        with self._lock:
+            self._enter()
+            return len(self._held)
 
     def stored(self, tier: KvTier, *blocks: BlockName) -> None:
         """See :class:`workers.kv.api.BlockEvents`."""
-        bit = _BIT[tier]
-        with self._lock:
-            for block in blocks:
-                block_hash = block.block_hash
-                bits = self._tiers.get(block_hash, 0)
-                if not bits & bit:
-                    self._parents[block_hash] = block.parent
-                    self._set(block_hash, bits, bits | bit)
+        self._note(_BIT[tier], blocks, ())
 
     def removed(self, tier: KvTier, *hashes: bytes) -> None:
         """See :class:`workers.kv.api.BlockEvents`."""
-        bit = _BIT[tier]
-        with self._lock:
-            for block_hash in hashes:
-                bits = self._tiers.get(block_hash, 0)
-                self._set(block_hash, bits, bits & ~bit)
+        self._note(_BIT[tier], (), hashes)
 
-    def _set(self, block_hash: bytes, was: int, now: int) -> None:
-        if was == now:
-            return
-        if now:
-            self._tiers[block_hash] = now
-        else:
-            del self._tiers[block_hash], self._parents[block_hash]
-        is_first = not self._was and not self._is_gap
-        if not self._is_gap and block_hash not in self._was:
-            self._was[block_hash] = was
-            if len(self._was) > self._max_changes:
-                self._was.clear()
-                self._is_gap = True
-        if is_first and self.on_change is not None:
-            self.on_change()
+    def _note(self, bit: int, came: tuple[BlockName, ...], went: tuple[bytes, ...]) -> None:
+        with self._lock:
+            self._noted.append((bit, came, went))
+            self._num_noted += len(came) + len(went)
+            if self._num_noted > _MAX_NOTED:
+                self._enter()
+            is_first, self._is_cut = self._is_cut, False
+            if is_first and self.on_change is not None:
+                self.on_change()
+
+    def _enter(self) -> None:
+        """Bring what is noted into the tables; under the lock."""
+        held, was = self._held, self._was
+        for bit, came, went in self._noted:
+            for block in came:
+                block_hash = block.block_hash
+                bits, parent = held.get(block_hash, _NOWHERE)
+                if not bits & bit:
+                    was.setdefault(block_hash, bits)
+                    held[block_hash] = bits | bit, block.parent
+            for block_hash in went:
+                bits, parent = held.get(block_hash, _NOWHERE)
+                if bits & bit:
+                    was.setdefault(block_hash, bits)
+                    if bits == bit:
+                        del held[block_hash]
+                    else:
+                        held[block_hash] = bits & ~bit, parent
+        self._noted.clear()
+        self._num_noted = 0
+        if self._is_gap or len(was) > self._max_changes:
+            was.clear()
+            self._is_gap = True
 
     def held(self) -> dict[bytes, tuple[KvTier, ...]]:
         """Every block with its tiers, now."""
         with self._lock:
-            tiers = dict(self._tiers)
-        return {one: _tiers_of(bits) for one, bits in tiers.items()}
+            self._enter()
+            held = self._held.copy()
+        return {one: _tiers_of(bits) for one, (bits, _) in held.items()}
 
     def cut(self) -> Changes:
         """What has changed since the last cut."""
@@ -112,37 +134,42 @@ class BlockLog:
         is called for, which takes a while and may be done on any thread."""
         with self._lock:
             changes = self._cut()
-            tiers, parents = self._tiers.copy(), self._parents.copy()
-        held = ((one, parents[one], 0, bits) for one, bits in tiers.items())
-        return changes(), lambda: _told(held).stored
+            held = self._held.copy()
+        whole = ((one, 0, *now) for one, now in held.items())
+        return changes(), lambda: _told(whole).stored
 
     def _cut(self) -> Callable[[], Changes]:
         """Under the lock only what must be of one instant; the rest is done by the caller."""
+        self._enter()
+        self._is_cut = True
         was, self._was = self._was, {}
         is_gap, self._is_gap = self._is_gap, False
-        parents = list(map(self._parents.get, was))
-        now = [bits or 0 for bits in map(self._tiers.get, was)]
-        changes = zip(was, parents, was.values(), now, strict=True)
+        held = self._held
+        changes = [(one, bits, *held.get(one, _NOWHERE)) for one, bits in was.items()]
         return lambda: _told(changes, is_gap=is_gap)
 
 
 def _told(changes: Iterable[_Change], *, is_gap: bool = False) -> Changes:
     """What came into the same tiers is one fact, and so is what left the same ones."""
-    stored: dict[int, list[_Run]] = {}
-    removed: dict[int, bytearray] = {}
-    for block_hash, parent, was, now in changes:
+    stored: defaultdict[int, list[_Run]] = defaultdict(list)
+    removed: defaultdict[int, list[bytes]] = defaultdict(list)
+    for block_hash, was, now, parent in changes:
         if came := now & ~was:
-            _add(stored.setdefault(came, []), block_hash, parent or b"")
+            runs = stored[came]
+            if runs and runs[-1][-1] == parent:
+                runs[-1].append(block_hash)
+            else:
+                runs.append([parent, block_hash])
         if left := was & ~now:
-            removed.setdefault(left, bytearray()).extend(block_hash)
+            removed[left].append(block_hash)
     return Changes(
         stored=tuple(
-            StoredRun(tier=tiers[0], parent=run.parent, hashes=bytes(run.hashes), also=tiers[1:])
+            StoredRun(tier=tiers[0], parent=parent, hashes=b"".join(hashes), also=tiers[1:])
             for tiers, runs in _by_tiers(stored)
-            for run in runs
+            for parent, *hashes in runs
         ),
         removed=tuple(
-            RemovedBlocks(tier=tiers[0], hashes=bytes(hashes), also=tiers[1:])
+            RemovedBlocks(tier=tiers[0], hashes=b"".join(hashes), also=tiers[1:])
             for tiers, hashes in _by_tiers(removed)
         ),
         is_gap=is_gap,
@@ -155,24 +182,6 @@ def _by_tiers(found: Mapping[int, T]) -> Iterable[tuple[tuple[KvTier, ...], T]]:
 
 def _tiers_of(bits: int) -> tuple[KvTier, ...]:
     return tuple(tier for tier in _TIERS if bits & _BIT[tier])
-
-
-class _Run:
-    __slots__ = ("hashes", "last", "parent")
-
-    def __init__(self, block_hash: bytes, parent: bytes) -> None:
-        self.parent = parent
-        self.hashes = bytearray(block_hash)
-        self.last = block_hash
-
-
-def _add(runs: list[_Run], block_hash: bytes, parent: bytes) -> None:
-    """To the run that it continues, if that is the last one, else as a new one."""
-    if runs and runs[-1].last == parent:
-        runs[-1].hashes += block_hash
-        runs[-1].last = block_hash
-    else:
-        runs.append(_Run(block_hash, parent))
 
 
 def in_batches(changes: Changes, max_bytes: int) -> list[Changes]:
