@@ -29,11 +29,16 @@ from pipeline.fleet import Fleet
 from pipeline.forecast import Forecast
 from pipeline.gates import GateKey, Gates
 from pipeline.policy import Policies, Policy
-from pipeline.pool_load import decode_capacity_ms, horizon_tokens, prefill_room, token_ms
+from pipeline.pool_load import (
+    Costed,
+    decode_capacity_ms,
+    horizon_tokens,
+    prefill_room,
+    token_ms,
+)
 from pipeline.verdict import Admit, Ask, Shortage, Verdict
 from schemas import subjects
 from schemas.control import Placed
-from schemas.profiles import StepCosts
 from schemas.tokens import Claim
 
 _UNKNOWN_TOKENS = 2**20  # of an answer: as many as answers have had so far, if any was seen
@@ -70,6 +75,8 @@ class Budget:
         self._books = Books()
         self._gates = Gates()
         self._drains: dict[Hashable, Drain] = {}
+        self._pools: dict[str, tuple[Policy, Pool]] = {}  # by model, until the next beat
+        self._pools_version = -1  # of the fleet
         self._judged: Case | None = None  # the last one: who is admitted is charged by it at once
 
     @property
@@ -131,23 +138,27 @@ class Budget:
         )  # fmt: skip
 
     def _case(self, ask: Ask, policy: Policy) -> Case:
-        decoders = [
-            (beat, costs)
-            for beat in self._fleet.workers(ask.served, "decode")
-            if (costs := self._forecast.costs(beat)) is not None
-        ]
-        pool = Pool(
-            decoders=[beat for beat, _ in decoders],
-            costs=[costs for _, costs in decoders],
-            forecast=self._forecast,
-            books=self._books,
-            mode=self._mode,
-            horizon_ms=policy.horizon_s * 1000,
-        )
+        pool = self._pool(ask.served, policy)
         ahead = partial(self._books.ahead, ask.served, ask.tenant, ask.priority)
-        beats = self._fleet.workers(ask.served, "prefill")
-        room = prefill_room(beats, self._forecast, ask, ahead)
+        room = prefill_room(pool.prefillers, self._forecast, ask, ahead)
         return Case(ask=ask, pool=pool, prefill=room)
+
+    def _pool(self, served: str, policy: Policy) -> Pool:
+        if self._pools_version != self._fleet.version:
+            self._pools_version = self._fleet.version
+            self._pools.clear()
+        known = self._pools.get(served)
+        if known is None or known[0] is not policy:
+            pool = Pool(
+                prefillers=Costed.of(self._fleet.workers(served, "prefill"), self._forecast),
+                decoders=Costed.of(self._fleet.workers(served, "decode"), self._forecast),
+                forecast=self._forecast,
+                books=self._books,
+                mode=self._mode,
+                horizon_ms=policy.horizon_s * 1000,
+            )
+            known = self._pools[served] = (policy, pool)
+        return known[1]
 
     def used(self, served: str, now_s: float) -> dict[str, tuple[float, float]]:
         """Of prefill and decode: device time that is used, and all that there is while the times
@@ -160,7 +171,7 @@ class Budget:
             for wait in self._forecast.prefill_waits_ms(beats, now_s)
             if wait is not None and math.isfinite(wait)
         ]
-        costs = self._decode_costs(served)
+        costs = self._pool(served, policy).decoders.costs
         horizon_ms = max(policy.horizon_s * 1000, slo.ttft_ms)
         step_ms = slo.tbt_ms or horizon_ms
         return {
@@ -271,7 +282,7 @@ class Budget:
                 cap_tokens=horizon_tokens(
                     math.inf, slo.tbt_ms, max(policy.horizon_s * 1000, slo.ttft_ms), 1
                 ),
-                token_ms=token_ms(self._decode_costs(served), num_prompt),
+                token_ms=token_ms(self._pool(served, policy).decoders.costs, num_prompt),
                 charged_s=now_s,
                 begins_s=begins_s,
                 has_decoder=isinstance(heard, Claim) and self._has_decoder(heard),
@@ -285,14 +296,6 @@ class Budget:
         beat = self._fleet.worker(claim.worker)
         costs = None if beat is None else self._forecast.costs(beat)
         return 0.0 if costs is None else prefill_ms(costs, claim.num_tokens)
-
-    def _decode_costs(self, served: str) -> list[StepCosts]:
-        """Of the workers that decode and say what their steps cost."""
-        return [
-            costs
-            for beat in self._fleet.workers(served, "decode")
-            if (costs := self._forecast.costs(beat)) is not None
-        ]
 
 
 def _model(served: str) -> str:

@@ -122,10 +122,12 @@ class _Sum:
 
     def remove(self, ms: float, tokens: float = 0.0, steps: float = 0.0) -> None:
         self.num -= 1
-        self.ms, self.tokens, self.steps = (
-            max(0.0, have - less) if self.num else 0.0
-            for have, less in ((self.ms, ms), (self.tokens, tokens), (self.steps, steps))
-        )
+        if not self.num:
+            self.ms = self.tokens = self.steps = 0.0
+            return
+        self.ms = max(0.0, self.ms - ms)
+        self.tokens = max(0.0, self.tokens - tokens)
+        self.steps = max(0.0, self.steps - steps)
 
 
 @dataclass(slots=True)
@@ -134,6 +136,14 @@ class _Pool:
     whole: _Sum = field(default_factory=_Sum)  # decode charges, as if none had begun
     lately: _Lately = field(default_factory=_Lately)
     queued: dict[tuple[int, str], _Sum] = field(default_factory=dict)  # by priority and tenant
+
+    def queue_of(self, charge: Charge) -> _Sum:
+        """Where it is counted while no worker has it."""
+        key = charge.priority, charge.tenant
+        found = self.queued.get(key)
+        if found is None:
+            found = self.queued[key] = _Sum()
+        return found
 
 
 class Books:
@@ -158,15 +168,14 @@ class Books:
         if charge.request_id in self._served:
             return False
         self._served[charge.request_id] = charge.served
-        pool = self._pools.setdefault(charge.served, _Pool())
+        pool = self._pools.get(charge.served)
+        if pool is None:
+            pool = self._pools[charge.served] = _Pool()
         pool.charges[charge.request_id] = charge
         pool.whole.add(charge.whole_ms, charge.num_tokens)
         pool.lately.take(charge)
         if charge.is_queued:
-            key = (charge.priority, charge.tenant)
-            pool.queued.setdefault(key, _Sum()).add(
-                charge.prefill_ms, charge.num_prompt, charge.num_steps
-            )
+            pool.queue_of(charge).add(charge.prefill_ms, charge.num_prompt, charge.num_steps)
         return True
 
     def place(self, request_id: str) -> None:
@@ -297,10 +306,10 @@ class Books:
         if not charge.is_queued:
             return
         charge.is_queued = False
-        key = (charge.priority, charge.tenant)
-        pool.queued[key].remove(charge.prefill_ms, charge.num_prompt, charge.num_steps)
-        if not pool.queued[key].num:
-            del pool.queued[key]
+        queue = pool.queue_of(charge)
+        queue.remove(charge.prefill_ms, charge.num_prompt, charge.num_steps)
+        if not queue.num:
+            del pool.queued[charge.priority, charge.tenant]
 
     def check_invariants(self) -> None:
         """Raise AssertionError when a sum is not that of its charges."""

@@ -7,13 +7,14 @@ A case predicts; what follows from it is decided in ``budget.py`` (is it over?) 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from pipeline.budget_books import Books
 from pipeline.forecast import Forecast
 from pipeline.pool_load import (
+    Costed,
     DecodeRoom,
     Joining,
     Need,
@@ -24,8 +25,6 @@ from pipeline.pool_load import (
     token_ms,
 )
 from pipeline.verdict import Ask, Forecasted, Shortage
-from schemas.control import Beat
-from schemas.profiles import StepCosts
 
 EarlyRejection = Literal["predicted", "now", "off"]
 MAX_DRAIN_S = 300.0  # further nobody looks: workers may have come by then
@@ -45,8 +44,8 @@ class Reading(NamedTuple):
 class Pool:
     """The live workers of a model that tell their costs, and what was admitted for them."""
 
-    decoders: Sequence[Beat]
-    costs: Sequence[StepCosts]  # of those that decode
+    prefillers: Costed
+    decoders: Costed
     forecast: Forecast
     books: Books
     mode: EarlyRejection
@@ -92,7 +91,7 @@ class Case:
 
     def token_ms(self) -> float:
         """Device time of one of its tokens."""
-        return token_ms(self.pool.costs, self.ask.num_prompt)
+        return token_ms(self.pool.decoders.costs, self.ask.num_prompt)
 
     def num_tokens(self, max_tokens: int) -> float:
         """That it is likely to generate."""
@@ -110,13 +109,13 @@ class Case:
         slo = self.ask.slo
         if slo.ttft_ms and self.prefill and self.prefill.own_ms >= slo.ttft_ms:
             return "ttft"
-        if slo.tbt_ms and self.pool.costs and self.pool.mode != "off":
+        if slo.tbt_ms and self.pool.decoders.costs and self.pool.mode != "off":
             need = self._need(self.ask.max_tokens)
             least = min(
                 one.decode_base_ms
                 + (one.decode_context_ms * need.num_prompt + one.decode_sequence_ms)
                 * need.num_choices
-                for one in self.pool.costs
+                for one in self.pool.decoders.costs
             )
             if least >= slo.tbt_ms:
                 return "tbt"
@@ -141,13 +140,13 @@ class Case:
     def _decode(self, wait_s: float, max_tokens: int) -> Iterator[Reading]:
         slo = self.ask.slo
         need = self._need(max_tokens)
-        rooms = self._rooms_at(self.ask.now_s + wait_s, wait_s) if self.pool.costs else []
+        rooms = self._rooms_at(self.ask.now_s + wait_s, wait_s) if self.pool.decoders.costs else []
         if rooms:
             room = min(rooms, key=lambda one: self._worst(one, need))
             if slo.tbt_ms:
                 yield Reading("tbt", room.tbt_load(slo.tbt_ms), room.tbt_load(slo.tbt_ms, need))
             yield Reading("kv", room.kv_load(), room.kv_load(need))
-        if slo.tbt_ms and self.pool.costs:
+        if slo.tbt_ms and self.pool.decoders.costs:
             yield self._device_time(self.ask.now_s + wait_s, need)
 
     def _worst(self, room: DecodeRoom, need: Need) -> float:
@@ -155,7 +154,9 @@ class Case:
         return max(room.tbt_load(tbt, need) if tbt else 0.0, room.kv_load(need))
 
     def _device_time(self, at_s: float, need: Need) -> Reading:
-        capacity = decode_capacity_ms(self.pool.costs, self.ask.slo.tbt_ms, self.horizon_ms)
+        capacity = decode_capacity_ms(
+            self.pool.decoders.costs, self.ask.slo.tbt_ms, self.horizon_ms
+        )
         served, books = self.ask.served, self.pool.books
         used = books.whole_ms(served)
         if used > capacity / 2:  # else it does not matter how far they have run down
@@ -187,11 +188,11 @@ class Case:
                     ahead.num_sequences + others.num_sequences,
                     ahead.num_tokens + others.num_tokens,
                 )
-            growth = self._growth(at_s) / max(1, len(self.pool.decoders))
+            growth = self._growth(at_s) / max(1, len(self.pool.decoders.beats))
             joining = joining._replace(growth_tokens=growth)
         if self._rooms is None or self._rooms[0] != at_s:
             rooms = decode_rooms(
-                self.pool.decoders, self.pool.forecast, at_s, joining, self._num_steps
+                self.pool.decoders.beats, self.pool.forecast, at_s, joining, self._num_steps
             )
             self._rooms = (at_s, rooms)
         return self._rooms[1]
@@ -205,7 +206,7 @@ class Case:
         if ahead_s <= 0 or not pace.num:
             return Joining()
         life_s = self._num_steps * self._step_ms() / 1000
-        part = min(ahead_s, life_s) * (1 - 1 / room.num_workers) / len(self.pool.decoders)
+        part = min(ahead_s, life_s) * (1 - 1 / room.num_workers) / len(self.pool.decoders.beats)
         return Joining(pace.num * part, pace.tokens * part)
 
     @property
@@ -222,7 +223,7 @@ class Case:
         lifetime_ms = self._lifetime_ms(ahead.num, ahead.steps / ahead.num, until_ms)
         last_ms = min(until_ms, later_s * 1000)
         first_ms = max(0.0, later_s * 1000 - lifetime_ms)
-        part = max(0.0, last_ms - first_ms) / until_ms / len(self.pool.decoders)
+        part = max(0.0, last_ms - first_ms) / until_ms / len(self.pool.decoders.beats)
         return Joining(ahead.num * part, ahead.tokens * part)
 
     def _growth(self, at_s: float) -> float:
@@ -231,7 +232,7 @@ class Case:
         served, books = self.ask.served, self.pool.books
         most = books.whole_tokens(served)
         if most <= _LITTLE * sum(
-            one.load.num_blocks * one.block_size for one in self.pool.decoders
+            one.load.num_blocks * one.block_size for one in self.pool.decoders.beats
         ):
             return most
         return books.left_tokens(served, self.ask.now_s, at_s, self._step_ms())
@@ -239,7 +240,7 @@ class Case:
     def _lifetime_ms(self, num: float, num_steps: float, until_ms: float) -> float:
         """How long each of ``num`` sequences decodes that come evenly until then. Each makes the
         steps of all longer, so the fewer of them are there at once the sooner they go."""
-        step_ms, each_ms = self._step_ms(), self.token_ms() / len(self.pool.decoders)
+        step_ms, each_ms = self._step_ms(), self.token_ms() / len(self.pool.decoders.beats)
         if num_steps * (step_ms + num * each_ms) >= until_ms:
             return num_steps * (step_ms + num * each_ms)  # the first is still there with the last
         return num_steps * step_ms / (1 - num_steps * num * each_ms / until_ms)
@@ -247,7 +248,9 @@ class Case:
     def _step_ms(self) -> float:
         """How long a decode step takes now."""
         if self._pace is None:
-            rooms = decode_rooms(self.pool.decoders, self.pool.forecast, self.ask.now_s, Joining())
+            rooms = decode_rooms(
+                self.pool.decoders.beats, self.pool.forecast, self.ask.now_s, Joining()
+            )
             room = min(rooms, key=lambda one: one.shared_ms)
             self._pace = room.costs.decode_base_ms + room.shared_ms
         return self._pace

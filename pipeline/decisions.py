@@ -10,6 +10,7 @@ which lets requests go, is told last.
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from typing import cast
@@ -131,6 +132,7 @@ class _Notes:
 
     def __init__(self, ctx: RoleContext) -> None:
         self._log = ctx.log
+        self._tells = ctx.log.is_enabled_for(logging.DEBUG)
         self._placements = ctx.metrics.placements
         self._by_reason: dict[tuple[str, str], Counter] = {}
 
@@ -142,6 +144,8 @@ class _Notes:
         if counter is None:
             counter = self._by_reason[kind] = self._placements.labels(*kind)
         counter.inc()
+        if not self._tells:
+            return
         self._log.debug(
             "task_placed",
             request_id=decision.request_id,

@@ -225,8 +225,10 @@ class FairQueue:
         """Whether a request that comes now goes before all who wait: none has a higher priority,
         and its tenant, of which nobody waits, was served less than any of theirs. While nobody
         waits there is nobody to overtake."""
+        if not self._tickets or ticket.tenant in self._waiting:
+            return False
         least = self._waiting.least()
-        if least is None or ticket.tenant in self._waiting or ticket.level < max(self._classes):
+        if least is None or ticket.level < max(self._classes):
             return False
         return max(self.counter(ticket.tenant), self._floor()) < least
 

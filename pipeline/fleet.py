@@ -38,6 +38,7 @@ class Fleet:
         self._drained: set[str] = set()  # those of them that said before that they would go
         self._verdicts: list[Beat] = []
         self._listening_since_s = now_s
+        self.version = 0  # of what is known of the living: another one after every beat
         # By model, until somebody changes: of each worker, and those that there are.
         self._layouts: dict[str, tuple[dict[str, Layout], list[Layout]]] = {}
         # By model and role, until somebody changes: the last beat by process, sorted by worker.
@@ -47,6 +48,7 @@ class Fleet:
 
     def hear(self, beat: Beat, now_s: float) -> None:
         """Take a heartbeat. One that says "gone" is a verdict: no need to wait for silence."""
+        self.version += 1
         known = self._members.get(beat.process)
         if known is not None and known.beat.worker != beat.worker:
             self._bury(known.beat, now_s)  # it came back under another id: the old one is over
@@ -176,6 +178,7 @@ class Fleet:
                 ready[beat.process] = beat
 
     def _changed(self) -> None:
+        self.version += 1
         self._layouts.clear()
         self._ready.clear()
         self._longest.clear()

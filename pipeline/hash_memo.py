@@ -60,6 +60,13 @@ class HashMemo:
         Cost: 0.9 µs per block that has to be hashed, 0.01 µs per block that is remembered, a
         third of that in spans.
         """
+        if len(packed_ids) <= PIECE_BLOCKS * block_size * ID_BYTES:
+            return self._piece(memoryview(packed_ids), block_size, salt, is_first=True)
+        return self._spanwise(packed_ids, block_size, salt)
+
+    def _spanwise(
+        self, packed_ids: bytes, block_size: int, salt: bytes
+    ) -> Iterator[Sequence[bytes]]:
         size = PIECE_BLOCKS * block_size * ID_BYTES
         parent, view = salt, memoryview(packed_ids)
         for start in range(0, len(packed_ids), size * _SPAN_PIECES):

@@ -18,8 +18,10 @@ def kv_sources(fleet: Fleet, placed: Sequence[Beat], found: Found) -> tuple[KvSo
     """Those that hold more than whoever was placed: the most first, of equals in the fastest
     tier, then the least busy. None for workers of several layouts: each could read only its
     own."""
+    if not found:
+        return ()
     fingerprints = {beat.fingerprint for beat in placed}
-    if not found or len(fingerprints) != 1:
+    if len(fingerprints) != 1:
         return ()
     own = min(_num_blocks(found.get(beat.worker)) for beat in placed)
     best: list[KvSource] = []

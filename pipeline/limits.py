@@ -122,7 +122,7 @@ def check_schema_size(wanted: ResponseFormat | None) -> None:
 
 def check_token_ids(field: str, ids: tuple[int, ...], vocab_size: int) -> None:
     """Raise InvalidRequest, naming ``field``, when an id is not in the vocabulary."""
-    if any(not 0 <= token_id < vocab_size for token_id in ids):
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
         raise InvalidRequest(f"token ids are from 0 to {vocab_size - 1}", param=field)
 
 

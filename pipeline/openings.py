@@ -82,10 +82,10 @@ class Openings:
         self._forecast = forecast
         self._ahead_ms = ahead_ms
         self._tasks: OrderedDict[str, _Task] = OrderedDict()
-        self._num_tasks: Counter[tuple[str, str]] = Counter()  # by pool and worker
+        self._num_tasks: dict[tuple[str, str], int] = {}  # by pool and worker
         self._shared: dict[str, _Shared] = {}  # those for ``any``, by pool
         self._held: OrderedDict[str, str] = OrderedDict()  # claimed request -> worker
-        self._num_held: Counter[str] = Counter()
+        self._num_held: dict[str, int] = {}
         self._last_open: dict[str, tuple[str, int]] = {}  # by pool: a worker, of how many
 
     # What is heard ---------------------------------------------------------------------------
@@ -96,9 +96,13 @@ class Openings:
         if request_id in self._held:
             return  # its claim was faster than this news
         self._tasks[request_id] = _Task(served, worker, num_uncached)
-        self._num_tasks[served, worker] += 1
+        key = served, worker
+        self._num_tasks[key] = self._num_tasks.get(key, 0) + 1
         if worker == ANY:
-            self._shared.setdefault(served, _Shared()).add(1, num_uncached)
+            shared = self._shared.get(served)
+            if shared is None:
+                shared = self._shared[served] = _Shared()
+            shared.add(1, num_uncached)
         if len(self._tasks) > _MAX_HELD:
             self._forget_task(next(iter(self._tasks)))
 
@@ -107,7 +111,7 @@ class Openings:
         self._forget_task(request_id)
         self._let_go(request_id)
         self._held[request_id] = worker
-        self._num_held[worker] += 1
+        self._num_held[worker] = self._num_held.get(worker, 0) + 1
         if len(self._held) > _MAX_HELD:
             self._let_go(next(iter(self._held)))
 
@@ -163,7 +167,7 @@ class Openings:
         wait_ms = self._forecast.prefill_wait_ms(beat, now_s)
         depth = self._forecast.queue_depth(beat, now_s)
         if wait_ms is None:
-            depth += self._num_tasks[beat.served, ANY] / num_workers
+            depth += self._num_tasks.get((beat.served, ANY), 0) / num_workers
             return now_s if depth < _UNKNOWN_DEPTH else math.inf
         if math.isinf(wait_ms):
             return math.inf  # it is stale
@@ -176,9 +180,9 @@ class Openings:
     def _has_place(self, beat: Beat, num_workers: int) -> bool:
         load = beat.load
         num_places = load.num_running + load.num_waiting + load.num_free_slots
-        num_free = num_places - self._num_held[beat.worker]
-        num_shared = self._num_tasks[beat.served, ANY] / num_workers
-        num_coming = self._num_tasks[beat.served, beat.worker] + num_shared
+        num_free = num_places - self._num_held.get(beat.worker, 0)
+        num_shared = self._num_tasks.get((beat.served, ANY), 0) / num_workers
+        num_coming = self._num_tasks.get((beat.served, beat.worker), 0) + num_shared
         return num_coming < min(max(num_free, _FULL_AHEAD), _MAX_AHEAD)
 
     def _forget_task(self, request_id: str) -> None:

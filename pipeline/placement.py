@@ -174,8 +174,8 @@ class PolicyPlacement:
             found = self._find(record)
         num_prompt = len(record.prompt_ids) // ID_BYTES
         pool = self._pool(record.served, "prefill", now_s)
-        place = None
-        if len(pool.table.rows_of("prefill")) > 1 or len(pool.table.rows_of(SUFFIX)):
+        place, table = None, pool.table
+        if len(table.rows_of("prefill")) > 1 or len(table.rows_of(SUFFIX)):
             weighed = pool.weigh_prefill(num_prompt, found)
             if hurries:
                 weighed.candidates.backlog = 0.0
@@ -201,8 +201,10 @@ class PolicyPlacement:
         return self._decide(record.request_id, "prefill", place)
 
     def _to_any(self, record: RequestRecord, pool: Pool, found: Found) -> PrefillPlace:
-        rows = pool.table.rows_of("prefill").tolist()
-        sources = kv_sources(self._fleet, [pool.table.beats[row] for row in rows], found)
+        sources: tuple[KvSource, ...] = ()
+        if found:
+            rows, beats = pool.table.rows_of("prefill").tolist(), pool.table.beats
+            sources = kv_sources(self._fleet, [beats[row] for row in rows], found)
         place = PrefillPlace(worker=ANY, sources=sources)
         return self._decide(record.request_id, "prefill", place)
 

@@ -71,45 +71,57 @@ class PrefillRoom:
         return _ratio(self.start_ms, target_ms - self.own_ms)
 
 
+class Costed(NamedTuple):
+    """Workers of one role that tell their costs, and those, in the same order."""
+
+    beats: list[Beat]
+    costs: list[StepCosts]
+
+    @classmethod
+    def of(cls, beats: Sequence[Beat], forecast: Forecast) -> Costed:
+        """Those of ``beats``."""
+        found = [(beat, costs) for beat in beats if (costs := forecast.costs(beat)) is not None]
+        return cls([beat for beat, _ in found], [costs for _, costs in found])
+
+
 def prefill_room(
-    beats: Sequence[Beat], forecast: Forecast, ask: Ask, ahead: Callable[[float], Ahead]
+    workers: Costed, forecast: Forecast, ask: Ask, ahead: Callable[[float], Ahead]
 ) -> PrefillRoom | None:
     """Where ``ask`` would be prefilled first; None where no worker tells its costs.
 
     Args:
         ahead: the queued work that it stands behind, given its own milliseconds.
     """
-    known = [(beat, costs) for beat in beats if (costs := forecast.costs(beat)) is not None]
-    if not known:
+    if not workers.beats:
         return None
-    owns = _owns_ms(known, ask)
+    owns = _owns_ms(workers, ask)
     waits = [
         math.inf if wait is None else wait
-        for wait in forecast.prefill_waits_ms([beat for beat, _ in known], ask.now_s)
+        for wait in forecast.prefill_waits_ms(workers.beats, ask.now_s)
     ]
     before = ahead(min(owns))
     level = level_ms(waits, before.ms)
     starts = [wait if wait > level else level for wait in waits]
     _, own, at = min(zip(map(add, starts, owns), owns, count(), strict=False))
     return PrefillRoom(
-        worker=known[at][0].worker,
+        worker=workers.beats[at].worker,
         start_ms=starts[at],
         own_ms=own,
         ahead=before,
-        num_workers=len(known),
+        num_workers=len(waits),
     )
 
 
-def _owns_ms(workers: Sequence[tuple[Beat, StepCosts]], ask: Ask) -> list[float]:
+def _owns_ms(workers: Costed, ask: Ask) -> list[float]:
     """How long each would compute the prompt."""
     num_prompt, num_cached = ask.num_prompt, ask.num_cached
     if not num_cached:
-        return [prefill_ms(costs, num_prompt) for _, costs in workers]
+        return [prefill_ms(costs, num_prompt) for costs in workers.costs]
     most = num_prompt - 1  # one is computed always
-    cached = [min(num_cached.get(beat.worker, 0), most) for beat, _ in workers]
+    cached = [min(num_cached.get(beat.worker, 0), most) for beat in workers.beats]
     return [
         prefill_ms(costs, num_prompt - held, held)
-        for (_, costs), held in zip(workers, cached, strict=True)
+        for costs, held in zip(workers.costs, cached, strict=True)
     ]
 
 

@@ -193,7 +193,9 @@ class WaitingRoom:
         return self.openings.opens_s(served, now_s, self._mixed_ahead_ms if is_mixed else None)
 
     def _come(self, ticket: Ticket, now_s: float) -> None:
-        company = self._company.setdefault(ticket.served, Company())
+        company = self._company.get(ticket.served)
+        if company is None:
+            company = self._company[ticket.served] = Company()
         company.come((ticket.tenant, ticket.level), now_s)
 
     def _may_go(self, served: str, now_s: float) -> bool:

@@ -97,24 +97,21 @@ class WordTokens:
 
     def _ids_of(self, part: str) -> list[int] | None:
         """The same of text without added tokens."""
-        short = self._shorts.get(part)
-        if short is not None:
+        if len(part) <= _MAX_WORD_CHARS and (short := self._shorts.get(part)) is not None:
             return list(short)
         first, *others = part.split(" ")
         firsts, pieces = self._firsts, self._pieces  # another thread may begin new ones
-        try:
-            return [*firsts[first], *chain.from_iterable(map(pieces.__getitem__, others))]
-        except KeyError:
-            pass
-        if not _PLAIN.fullmatch(part):
-            return None
-        new = [(firsts, first, first)] if first not in firsts else []
-        new += [(pieces, one, f" {one}") for one in others if one not in pieces]
-        if not all(len(one) <= _MAX_WORD_CHARS and _PIECE.fullmatch(one) for _, one, _ in new):
-            return self._cut_up(part)
-        if not self._learn_pieces(new):
-            return None
-        return [*firsts[first], *chain.from_iterable(map(pieces.__getitem__, others))]
+        ids = _joined(pieces, others)
+        if ids is None or first not in firsts:
+            new = [] if first in firsts else [(firsts, first, first)]
+            if ids is None:
+                new += [(pieces, one, f" {one}") for one in others if one not in pieces]
+            if not all(len(one) <= _MAX_WORD_CHARS and _PIECE.fullmatch(one) for _, one, _ in new):
+                return self._cut_up(part) if _PLAIN.fullmatch(part) else None
+            if not self._learn_pieces(new):
+                return None
+            ids = _joined(pieces, others) if ids is None else ids
+        return None if ids is None else firsts[first] + ids
 
     def _learn_pieces(self, new: list[tuple[dict[str, list[int]], str, str]]) -> bool:
         """Whether each table has its piece now, under its name, and with the tokens of its text."""
@@ -154,6 +151,14 @@ class WordTokens:
         found = self._tokenizer.encode_batch_fast(asked, add_special_tokens=False)
         known.update(zip(asked, (one.ids for one in found), strict=True))
         return len(asked) == len(words)
+
+
+def _joined(known: dict[str, list[int]], names: list[str]) -> list[int] | None:
+    """The ids of all of them, one behind the other; None: one is not known."""
+    try:
+        return [*chain.from_iterable(map(known.__getitem__, names))]
+    except KeyError:
+        return None
 
 
 def _pattern(pre_tokenizer: dict[str, Any] | None) -> re.Pattern[str] | None:

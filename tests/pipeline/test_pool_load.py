@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pipeline.budget_books import Ahead
 from pipeline.pool_load import (
     MAX_WEIGHED,
+    Costed,
     DecodeRoom,
     Joining,
     Need,
@@ -45,11 +46,11 @@ def test_the_worker_that_is_done_first_counts() -> None:
     slow = COSTS.__class__(**{**_fields(COSTS), "prefill_token_ms": 4.0})
     house = House(prefiller("fast"), prefiller("slow", costs=slow), decoder())
     beats = house.fleet.workers(ask("r").served, "prefill")
-    room = prefill_room(beats, house, ask("r"), lambda _: Ahead(ms=600.0))
+    room = prefill_room(Costed.of(beats, house), house, ask("r"), lambda _: Ahead(ms=600.0))
     assert room is not None
     assert (room.worker, room.start_ms, room.own_ms) == ("fast", 300, 500)
     holder = ask("r", num_cached={"slow": 500})
-    room = prefill_room(beats, house, holder, lambda _: Ahead(ms=600.0))
+    room = prefill_room(Costed.of(beats, house), house, holder, lambda _: Ahead(ms=600.0))
     assert room is not None
     assert (room.worker, room.own_ms) == ("slow", 4.0)
 
@@ -59,7 +60,9 @@ def test_a_long_prompt_is_not_refused_for_being_long() -> None:
     in time at all, and no load is finite for what can't."""
     house = House(prefiller(), decoder())
     beats = house.fleet.workers(ask("r").served, "prefill")
-    room = prefill_room(beats, house, ask("r", num_prompt=1900), lambda _: Ahead())
+    room = prefill_room(
+        Costed.of(beats, house), house, ask("r", num_prompt=1900), lambda _: Ahead()
+    )
     assert room is not None
     assert room.load(2000.0) == 0.0
     assert room.load(1900.0) == math.inf
