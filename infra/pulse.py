@@ -8,6 +8,7 @@ share: beats, looks and pulls fall on the same moments, and one waking serves th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 _EARLY = 1 / 32  # of a period: a timer that fires so much before its moment has fired for it
 
@@ -24,3 +25,11 @@ def until_next_s(period_s: float, now_s: float) -> float:
 async def next_pulse(period_s: float) -> None:
     """Sleep until the next beginning of a period."""
     await asyncio.sleep(until_next_s(period_s, asyncio.get_running_loop().time()))
+
+
+async def set_or_pulse(event: asyncio.Event, period_s: float) -> None:
+    """Wait until ``event`` is set, which it is not afterwards, or for the next period."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(until_next_s(period_s, asyncio.get_running_loop().time())):
+            await event.wait()
+    event.clear()

@@ -15,12 +15,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
+
 MAX_AGE_S = 900.0  # no request has a later deadline
 LATELY_S = 10.0  # over which a pace is taken
 
 
-@dataclass(slots=True, kw_only=True)
-class Charge:
+class Charge(msgspec.Struct, kw_only=True):
     """One request's.
 
     Args:

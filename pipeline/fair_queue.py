@@ -259,7 +259,7 @@ class FairQueue:
             tenant = self._tenants[name] = _Tenant()
         if not tenant.num_waiting:
             self._level = max(self._level, self._reached())
-            tenant.counter = max(tenant.counter, self._floor())
+            tenant.counter = max(tenant.counter, self._level - self._credit_tokens)
         return tenant
 
     def _reached(self) -> float:

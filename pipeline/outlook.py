@@ -224,9 +224,11 @@ class Outlook:
 
     def prefill_waits_ms(self, beats: Sequence[Beat], now_s: float) -> list[float | None]:
         """See :class:`pipeline.forecast.Forecast`."""
-        table = self.table(beats[0].served) if beats else None
-        rows = [] if table is None else [table.row(beat.worker) for beat in beats]
-        if table is None or len(rows) < _MANY or None in rows:
+        if len(beats) < _MANY:
+            return [self.prefill_wait_ms(beat, now_s) for beat in beats]
+        table = self.table(beats[0].served)
+        rows = [table.row(beat.worker) for beat in beats]
+        if None in rows:
             return [self.prefill_wait_ms(beat, now_s) for beat in beats]
         self._turn(now_s)
         columns = table.take(np.array(rows, dtype=np.intp))

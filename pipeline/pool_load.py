@@ -24,6 +24,8 @@ from itertools import count
 from operator import add
 from typing import NamedTuple
 
+import msgspec
+
 from pipeline.budget_books import NOTHING_AHEAD, Ahead
 from pipeline.cost_model import prefill_ms
 from pipeline.forecast import Forecast
@@ -50,8 +52,7 @@ def level_ms(waits_ms: Sequence[float], queued_ms: float) -> float:
     raise AssertionError("the last step is endless")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillRoom:
+class PrefillRoom(msgspec.Struct, frozen=True, kw_only=True):
     """For one request: on the worker that would be done with its prompt first."""
 
     worker: str

@@ -4,7 +4,7 @@ A prefix hash covers its block and everything before it, so a hash *is* a path f
 radix tree: the tree needs no edges, a table from hash to holders has every node of it. To walk down
 a prompt is to look its hashes up one after the other.
 
-    hash -> _Holders, shared by blocks that the same workers hold in the same tiers
+    hash -> Holders, shared by blocks that the same workers hold in the same tiers
 
          bit 3w      worker w has it in device memory
          bit 3w + 1                 in host memory
@@ -30,45 +30,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, islice
 
+from pipeline.holders import MAX_RUN, Chain, Holders, HolderSets, tie
 from pipeline.prefix_walk import BITS, NOBODY, TIERS, Found, Match, Roll, Walk
 from schemas.kv_events import KvTier
 
 _OFFSET = {tier: number for number, tier in enumerate(TIERS)}
 _PRESSURE = 0.75  # of max_blocks: below it nothing goes, so nobody has to know what is in use
 _EVICT_SHARE = 256  # at the limit this part goes at once: looking for the oldest costs a scan
-_MIN_RUN = 4  # blocks that get a set of their own: it takes 170 bytes
-_MAX_RUN = 64  # of blocks: who takes a part of a longer one would leave a rest that is not whole
 _STRIDE = 64  # hashes of a prompt that are taken at once
-
-
-class _Chain:
-    """Whole runs that lie one behind the other and have the same holders."""
-
-    __slots__ = ("is_whole",)
-
-    def __init__(self) -> None:
-        self.is_whole = True
-
-
-class _Holders:
-    """A set of (worker, tier), and how many blocks have it. ``run_length``: it was made for so many
-    that lie one behind the other, up to ``last``; 0: for any."""
-
-    __slots__ = ("bits", "chain", "last", "num_blocks", "run_length")
-
-    def __init__(self, bits: int, run: Sequence[bytes] = ()) -> None:
-        self.bits = bits
-        self.num_blocks = 0
-        self.run_length = len(run)
-        self.last = run[-1] if run else b""
-        self.chain: _Chain | None = None
-
-    @property
-    def group(self) -> _Holders | _Chain | None:
-        """The largest of which two blocks say that it has those in between; None: there is none."""
-        if self.num_blocks != self.run_length:
-            return None
-        return self.chain if self.chain is not None and self.chain.is_whole else self
 
 
 class RadixIndex:
@@ -88,10 +57,8 @@ class RadixIndex:
             raise ValueError(f"max_blocks must be positive, not {max_blocks}")
         self.max_blocks = max_blocks
         self.num_evicted = 0  # blocks that went for want of room
-        self._blocks: dict[bytes, _Holders] = {}  # longest untouched first
-        self._sets: dict[int, _Holders] = {}  # by their bits
-        self._runs: set[_Holders] = set()  # made for a run
-        self._merged: list[_Holders] = []  # equal to another one since a worker left, or empty
+        self._blocks: dict[bytes, Holders] = {}  # longest untouched first
+        self._sets = HolderSets()
         self._places: dict[str, int] = {}
         self._workers: list[str | None] = []  # by place
         self._roll: Roll | None = None  # the same, until somebody comes or goes
@@ -100,7 +67,7 @@ class RadixIndex:
     @property
     def num_blocks(self) -> int:
         """Blocks that somebody holds."""
-        return len(self._blocks) - sum(h.num_blocks for h in self._merged if not h.bits)
+        return len(self._blocks) - self._sets.num_unheld
 
     @property
     def is_crowded(self) -> bool:
@@ -139,13 +106,13 @@ class RadixIndex:
             among: bits of the roll: who is asked about. By default everybody.
         """
         walk = Walk()
-        passed: list[_Holders | None] = []
+        passed: list[Holders | None] = []
         number = self._go(walk, runs, among, passed)
         if not number:
             return NOBODY
         for bits, some in groupby(passed, key=lambda one: one and one.bits):
             if bits and len(tied := list(some)) > 1:
-                _tie(tied)
+                tie(tied)
         return walk.end(number, self.roll)
 
     def _go(
@@ -153,7 +120,7 @@ class RadixIndex:
         walk: Walk,
         runs: Iterable[Sequence[bytes]],
         among: int,
-        passed: list[_Holders | None],
+        passed: list[Holders | None],
     ) -> int:
         """Go down as far as anybody comes along; the number of blocks until there.
 
@@ -162,8 +129,8 @@ class RadixIndex:
         """
         number, get = 0, self._blocks.get
         bits, since = -1, 0  # the last holders, who of them, where they were met
-        before: _Holders | None = None
-        group: _Holders | _Chain | None = None  # that the last block is in
+        before: Holders | None = None
+        group: Holders | Chain | None = None  # that the last block is in
         for run in runs:
             at, end = 0, len(run)
             if group is not None and self._is_in(group, run[-1]):
@@ -192,11 +159,11 @@ class RadixIndex:
             number += end
         return number
 
-    def _is_in(self, group: _Holders | _Chain, block_hash: bytes) -> bool:
+    def _is_in(self, group: Holders | Chain, block_hash: bytes) -> bool:
         holders = self._blocks.get(block_hash)
         return holders is not None and (holders is group or holders.chain is group)
 
-    def _end_of(self, group: _Holders | _Chain, hashes: Sequence[bytes], at: int) -> int:
+    def _end_of(self, group: Holders | Chain, hashes: Sequence[bytes], at: int) -> int:
         """The first place behind ``at`` that is not in ``group``, as the block there is."""
         first, end = at, len(hashes)
         if self._is_in(group, hashes[-1]):
@@ -261,7 +228,7 @@ class RadixIndex:
                 self._move((block_hash,), holders, left)
             else:
                 del self._blocks[block_hash]
-                self._leave(holders, 1)
+                self._sets.leave(holders, 1)
 
     def drop(self, worker: str) -> None:
         """``worker`` has nothing any more. Costs a look at each set of holders, not at blocks."""
@@ -269,24 +236,7 @@ class RadixIndex:
         if place is None:
             return
         self._workers[place] = self._roll = None
-        mask = ((1 << BITS) - 1) << (BITS * place)
-        self._merged = [holders for holders in self._merged if holders.num_blocks]
-        for holders in self._merged:
-            holders.bits &= ~mask
-        for holders in [one for one in self._runs if one.bits & mask]:
-            holders.bits &= ~mask
-            if not holders.bits:
-                self._runs.remove(holders)
-                self._merged.append(holders)
-        changed = [holders for holders in self._sets.values() if holders.bits & mask]
-        for holders in changed:
-            del self._sets[holders.bits]
-            holders.bits &= ~mask
-        for holders in changed:
-            if holders.bits and holders.bits not in self._sets:
-                self._sets[holders.bits] = holders
-            else:
-                self._merged.append(holders)
+        self._sets.strike(_all_bits(place))
 
     def touch(self, hashes: Sequence[bytes]) -> None:
         """These are of use: they go last. Does nothing while there is plenty of room."""
@@ -301,8 +251,8 @@ class RadixIndex:
         """Look at no more than ``max_steps`` blocks for those that nobody holds since their worker
         left."""
         if not self._to_sweep:
-            self._merged = [holders for holders in self._merged if holders.num_blocks]
-            if not any(not holders.bits for holders in self._merged):
+            self._sets.forget_empty()
+            if not self._sets.num_unheld:
                 return
             self._to_sweep = list(self._blocks)
         for block_hash in self._to_sweep[-max_steps:]:
@@ -322,45 +272,25 @@ class RadixIndex:
             self._roll = None
         return place
 
-    def _add(self, bits: int, run: Sequence[bytes], old: _Holders | None) -> None:
+    def _add(self, bits: int, run: Sequence[bytes], old: Holders | None) -> None:
         """Blocks one behind the other, all with ``old``, are held at ``bits``, too."""
         if old is None:
             self._move(run, None, bits)
         elif bits & ~old.bits:
             self._move(run, old, old.bits | bits)
 
-    def _move(self, run: Sequence[bytes], old: _Holders | None, bits: int) -> None:
+    def _move(self, run: Sequence[bytes], old: Holders | None, bits: int) -> None:
         """Blocks one behind the other, all with ``old``, get holders ``bits``."""
-        if len(run) <= _MAX_RUN:
-            self._join(run, bits)
-        else:
-            for start in range(0, len(run), _MAX_RUN):
-                self._join(run[start : start + _MAX_RUN], bits)
+        for start in range(0, len(run), MAX_RUN):
+            part = run if len(run) <= MAX_RUN else run[start : start + MAX_RUN]
+            new = self._sets.join(part, bits)
+            for block_hash in reversed(part):
+                self._blocks[block_hash] = new
         if old is not None:
-            self._leave(old, len(run))
-
-    def _join(self, run: Sequence[bytes], bits: int) -> None:
-        if len(run) >= _MIN_RUN:
-            new = _Holders(bits, run)
-            self._runs.add(new)
-        else:
-            new = self._sets.get(bits) or self._sets.setdefault(bits, _Holders(bits))
-        new.num_blocks += len(run)
-        for block_hash in reversed(run):
-            self._blocks[block_hash] = new
+            self._sets.leave(old, len(run))
 
     def _forget(self, block_hash: bytes) -> None:
-        self._leave(self._blocks.pop(block_hash), 1)
-
-    def _leave(self, holders: _Holders, num_blocks: int) -> None:
-        holders.num_blocks -= num_blocks
-        if holders.chain is not None:
-            holders.chain.is_whole = False
-        if holders.num_blocks:
-            return
-        self._runs.discard(holders)
-        if self._sets.get(holders.bits) is holders:
-            del self._sets[holders.bits]
+        self._sets.leave(self._blocks.pop(block_hash), 1)
 
     def _make_room(self, hashes: Sequence[bytes]) -> None:
         """For all of ``hashes`` that are new, evict others, a share of the whole at least."""
@@ -376,31 +306,11 @@ class RadixIndex:
     def check_invariants(self) -> None:
         """Raise AssertionError when counts, sets and blocks contradict each other."""
         assert len(self._blocks) <= self.max_blocks, "over the limit"
-        used: dict[int, int] = {}
-        for holders in self._blocks.values():
-            used[id(holders)] = used.get(id(holders), 0) + 1
-        known = [*self._sets.values(), *self._runs, *self._merged]
-        assert len({id(holders) for holders in known}) == len(known), "a set is kept twice"
-        for holders in known:
-            assert used.pop(id(holders), 0) == holders.num_blocks, "a set is counted wrong"
-        assert not used, "a block has a set that nobody knows"
-        living = 0
-        for worker, place in self._places.items():
-            assert self._workers[place] == worker, "two workers in one place"
-            living |= ((1 << BITS) - 1) << (BITS * place)
+        assert all(self._workers[place] == one for one, place in self._places.items())
         assert self.roll.places == self._places, "a roll that was left behind"
         assert len(self._places) == sum(worker is not None for worker in self._workers)
-        assert all(not holders.bits & ~living for holders in known), "somebody gone holds a block"
-        for holders in self._runs:
-            assert 0 < holders.num_blocks <= holders.run_length, "a run has grown"
-            assert holders.bits, "a run that nobody holds is kept as one"
-            is_whole = holders.num_blocks == holders.run_length
-            assert not is_whole or self._blocks[holders.last] is holders, "its last block is not"
-        chained = [(one.chain, one.bits) for one in self._runs if one.chain and one.chain.is_whole]
-        assert len({chain for chain, _ in chained}) == len(set(chained)), "a chain is mixed"
-        for bits, holders in self._sets.items():
-            assert bits == holders.bits != 0, "a set is kept under other bits"
-            assert holders.num_blocks > 0, "a set without blocks is kept"
+        living = sum(map(_all_bits, self._places.values()))
+        self._sets.check_invariants(self._blocks, living)
 
 
 def _bits(place: int, tier: KvTier, also: Sequence[KvTier]) -> int:
@@ -410,11 +320,8 @@ def _bits(place: int, tier: KvTier, also: Sequence[KvTier]) -> int:
     return bits << (BITS * place)
 
 
-def _tie(runs: Iterable[_Holders | None]) -> None:
-    chain = _Chain()
-    for one in runs:
-        assert one is not None, "what lies between has no bits"
-        one.chain = chain
+def _all_bits(place: int) -> int:
+    return ((1 << BITS) - 1) << (BITS * place)
 
 
 def _strides(hashes: Iterator[bytes]) -> Iterator[list[bytes]]:

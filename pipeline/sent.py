@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+import msgspec
+
 from pipeline.pool_table import PoolTable
 
 
-@dataclass(slots=True, kw_only=True)
-class Sent:
+class Sent(msgspec.Struct, kw_only=True):
     """A request that is on its way to a worker, or there since its last beat."""
 
     served: str

@@ -4,6 +4,7 @@
     claim chains (live)   -> Ledger: who holds which request
     every tick            -> dead worker: its requests are placed again as prefill tasks of the
                              next epoch, its own queues are moved to whoever lives
+                             (pipeline/reaping.py)
                              past deadline: Expired on the chain
                              its bridge silent for the resume window, and not adopted by another
                              (pipeline/attendance.py): Cancelled on the chain
@@ -19,25 +20,15 @@ import asyncio
 import contextlib
 import math
 import time
-from collections import deque
 from collections.abc import Callable
 
-from infra.bus import (
-    Bus,
-    Msg,
-    WorkMessage,
-    admission_consumer,
-    any_consumer,
-    kv_ready_consumer,
-)
+from infra.bus import Bus, Msg
 from infra.bus.names import TOKENS
-from infra.bus.reaper import Placement as Moved
-from infra.bus.reaper import next_attempt, reap, redeliver, waiting_work
 from infra.bus.replay import replay
 from infra.bus.wire import number_in
 from infra.log import Logger
 from infra.metrics import Metrics
-from infra.pulse import until_next_s
+from infra.pulse import set_or_pulse
 from infra.task_scope import task_scope
 from pipeline.attendance import ABANDONED, Attendance
 from pipeline.claim_chain import ClaimChain
@@ -45,7 +36,8 @@ from pipeline.fleet import Fleet
 from pipeline.ownership import Holding, Ledger
 from pipeline.placement import Placement, PrefillPlace
 from pipeline.presence import Presence
-from pipeline.suffix import SUFFIX
+from pipeline.reaping import Reaper
+from pipeline.reaping import redeliver_to_control as redeliver_to_control
 from schemas import subjects
 from schemas.codec import decode, encode, tag_of
 from schemas.control import Adopt, Beat, CancelWord
@@ -110,13 +102,12 @@ class TakeOver:
         self._on_beat = on_beat
         self._placed: dict[str, int] = {}  # request -> the chain entry it was placed upon
         self._claimed_s: dict[str, float] = {}  # request -> when its present claim was heard
-        self._to_reap: deque[Beat] = deque()
+        self._reaper = Reaper(bus, fleet, log, holds=self._holds)
         self._must_read = True
         self._presence = Presence(bus, self._listen_anew)
         # (worker, request); what finds it full is not told: its chain says the same
         self._ended: asyncio.Queue[tuple[str, str]] = asyncio.Queue(4096)
         self._someone_died = asyncio.Event()
-        self._must_reap = asyncio.Event()
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -130,7 +121,7 @@ class TakeOver:
         try:
             async with task_scope() as tasks:
                 tasks.create_task(self._tell_workers(), name="cancel words")
-                tasks.create_task(self._reap_for_ever(), name="reaper")
+                tasks.create_task(self._reaper.run(), name="reaper")
                 tasks.create_task(self._presence.run(), name="presence")
                 await self._tick_for_ever()
         finally:
@@ -185,16 +176,19 @@ class TakeOver:
         return entry
 
     def _note(self, seq: int, reader: str, entry: ChainEntry) -> None:
-        before = self.ledger.get(entry.request_id)
-        ended = self.ledger.apply(seq, reader, entry)
         if isinstance(entry, Claim):
+            before = self.ledger.get(entry.request_id)
+            self.ledger.apply(seq, reader, entry)
             if self.ledger.get(entry.request_id) is not before:
                 self._claimed_s[entry.request_id] = time.monotonic()
-        elif ended is not None:
+        elif (ended := self.ledger.apply(seq, reader, entry)) is not None:
             self._placed.pop(ended.request_id, None)
             self._claimed_s.pop(ended.request_id, None)
             if not isinstance(entry, StreamEnd) and not self._ended.full():
                 self._ended.put_nowait((ended.claim.worker, ended.request_id))
+
+    def _holds(self, worker: str) -> bool:
+        return bool(self.ledger.held_by(worker))
 
     def _mark_stale(self) -> None:
         self._must_read = True
@@ -228,7 +222,7 @@ class TakeOver:
                 self._log.warning("takeover_tick_failed", code=error.code, reason=error.message)
             # Who holds nothing leaves nothing that is in a hurry.
             looks_per_beat = 4 if len(self.ledger) else 2
-            await _set_or_pulse(self._someone_died, self._bus.times.beat_s / looks_per_beat)
+            await set_or_pulse(self._someone_died, self._bus.times.beat_s / looks_per_beat)
 
     async def _tick(self) -> None:
         if self._must_read:
@@ -238,8 +232,7 @@ class TakeOver:
         self._fleet.judge(now_s)
         self._fleet.forget_verdicts(now_s - _REMEMBER_VERDICTS_S)
         if verdicts := self._fleet.take_verdicts():
-            self._to_reap += verdicts
-            self._must_reap.set()
+            self._reaper.take(verdicts)
         for worker in self.ledger.workers():
             if self._fleet.is_dead(worker, now_s):
                 for holding in self.ledger.held_by(worker):
@@ -332,83 +325,6 @@ class TakeOver:
                 await self._bus.publish(subjects.cancel(worker), encode(word))
             except MeshError as error:
                 self._log.warning("cancel_word_lost", worker=worker, reason=error.message)
-
-    # Queues of the dead ----------------------------------------------------------------------
-
-    async def _reap_for_ever(self) -> None:
-        """In a task of its own: another router may hold what is to be moved for a while."""
-        while True:
-            for _ in range(len(self._to_reap)):
-                beat = self._to_reap.popleft()
-                try:
-                    await self._fence(beat)
-                except MeshError as error:
-                    self._log.warning("reap_failed", worker=beat.worker, reason=error.message)
-                    if error.retryable:
-                        self._to_reap.append(beat)
-            try:
-                await self._sweep()
-            except MeshError as error:
-                self._log.warning("sweep_failed", reason=error.message)
-            beats = 1 if self._to_reap else 4  # what failed is tried again soon
-            await _set_or_pulse(self._must_reap, beats * self._bus.times.beat_s)
-
-    async def _fence(self, beat: Beat) -> None:
-        """A dead worker's consumers go, so a frozen one learns that it was given up. What a dead
-        process had taken from shared queues comes to others at once."""
-        if beat.kind == "control":
-            await redeliver_to_control(self._bus)
-            return
-        facts = {"worker": beat.worker, "process": beat.process}
-        if self._fleet.has_drained(beat.worker) and not self.ledger.held_by(beat.worker):
-            self._log.info("worker_left", **facts)
-        else:
-            self._log.warning("worker_dead", **facts)
-        for role in beat.roles:
-            if role == SUFFIX:  # it read its own prefill queue, and never the shared one
-                await self._move_queue("prefill", beat.served, beat.worker)
-                continue
-            await self._move_queue(role, beat.served, beat.worker)
-            await redeliver(self._bus, any_consumer(role, beat.served, self._bus.times))
-
-    async def _sweep(self) -> None:
-        """Look for queues whose worker is dead: an old view may still have placed there."""
-        for subject in await waiting_work(self._bus):
-            try:
-                stage, served, worker = subjects.split_work(subject)
-            except SchemaError:
-                continue  # a request under an odd subject: admission deals with it
-            named = worker if worker != subjects.ANY else None
-            if named and self._fleet.is_dead(named, time.monotonic()):
-                await self._move_queue(stage, served, named)
-
-    async def _move_queue(self, stage: str, served: str, worker: str) -> None:
-        shared = subjects.prefill(served) if stage == "prefill" else subjects.decode(served)
-
-        def to_shared(message: WorkMessage) -> Moved:
-            return Moved(subject=shared, data=message.data, headers=next_attempt(message.headers))
-
-        num_moved = await reap(self._bus, stage, served, worker, to_shared)
-        if num_moved:
-            self._log.warning("queue_moved", worker=worker, stage=stage, num_moved=num_moved)
-
-
-async def redeliver_to_control(bus: Bus) -> None:
-    """What a control process that died had taken and not finished comes to another at once.
-
-    Raises:
-        BusUnavailable, BrokerRefused: not done; it comes after ``ack_wait_s``.
-    """
-    for consumer in (admission_consumer(bus.times), kv_ready_consumer(bus.times)):
-        await redeliver(bus, consumer)
-
-
-async def _set_or_pulse(event: asyncio.Event, period_s: float) -> None:
-    """Wait until ``event`` is set, which it is not afterwards, or for the next period."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(until_next_s(period_s, asyncio.get_running_loop().time())):
-            await event.wait()
-    event.clear()
 
 
 async def publish_prefill(

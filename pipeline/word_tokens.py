@@ -19,6 +19,7 @@ in place of 180 to 300, and 40 where they have to be cut by the pattern.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any, Final
 
@@ -117,7 +118,7 @@ class WordTokens:
         """Whether each table has its piece now, under its name, and with the tokens of its text."""
         known = self._known
         words = [self._words.findall(text) for _, _, text in new]
-        if not self._learn(set(chain.from_iterable(words)) - known.keys(), known):
+        if not self._learn(chain.from_iterable(words), known):
             return False
         if max(len(self._firsts), len(self._pieces)) > _MAX_WORDS:
             self._firsts, self._pieces = {"": []}, {}
@@ -130,7 +131,7 @@ class WordTokens:
         """Its ids by the pattern."""
         known = self._known
         words = self._words.findall(part)
-        if not self._learn(set(words) - known.keys(), known):
+        if not self._learn(words, known):
             return None
         ids = list(chain.from_iterable(map(known.__getitem__, words)))
         if len(part) <= _MAX_WORD_CHARS:  # what templates put between added tokens, mostly
@@ -139,18 +140,19 @@ class WordTokens:
             self._shorts[part] = list(ids)
         return ids
 
-    def _learn(self, words: set[str], known: dict[str, list[int]]) -> bool:
+    def _learn(self, words: Iterable[str], known: dict[str, list[int]]) -> bool:
         """Whether ``known`` has all of ``words`` now. Another thread may begin a new table."""
-        if not words:
+        new = {word for word in words if word not in known}  # ``- known.keys()`` goes through all
+        if not new:
             return True
         if len(known) > _MAX_WORDS:
             self._known = {}
             return False
-        short = [word for word in words if len(word) <= _MAX_WORD_CHARS]
+        short = [word for word in new if len(word) <= _MAX_WORD_CHARS]
         asked = short[:_MAX_NEW]
         found = self._tokenizer.encode_batch_fast(asked, add_special_tokens=False)
         known.update(zip(asked, (one.ids for one in found), strict=True))
-        return len(asked) == len(words)
+        return len(asked) == len(new)
 
 
 def _joined(known: dict[str, list[int]], names: list[str]) -> list[int] | None:

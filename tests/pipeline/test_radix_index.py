@@ -145,7 +145,7 @@ class AgainstNaive(RuleBasedStateMachine):
         self.index.sweep(10_000)
         self.index.sweep(10_000)
         assert not self.index._blocks
-        assert not self.index._sets
+        assert not self.index._sets._by_bits
 
 
 class Bounded(RuleBasedStateMachine):
@@ -240,7 +240,7 @@ def test_a_worker_that_left_makes_room_for_the_next() -> None:
         assert [match.worker for match in index.lookup(hashes)] == ["stays"]
         index.sweep(100)
     assert len(index._workers) == 2
-    assert max(holders.bits for holders in index._sets.values()) < 1 << 6
+    assert max(holders.bits for holders in index._sets._by_bits.values()) < 1 << 6
     index.check_invariants()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -141,7 +142,12 @@ def test_a_new_piece_does_not_have_the_rest_cut_up(monkeypatch: pytest.MonkeyPat
     words.encode("the words of a prompt")
     asked: list[set[str]] = []
     learn = words._learn
-    monkeypatch.setattr(words, "_learn", lambda new, known: asked.append(new) or learn(new, known))
+
+    def noted(new: Iterable[str], known: dict[str, list[int]]) -> bool:
+        asked.append(set(new))
+        return learn(asked[-1], known)
+
+    monkeypatch.setattr(words, "_learn", noted)
     text = "user\nAll words of the prompt"
     assert words.encode(text) == tokenizer.encode(text).ids
     assert asked == [{"user", "\n", "All", " the"}]
