@@ -222,7 +222,7 @@ class TokenStream:
         num_before = len(ready)
         self.view.show(delta, ready)
         if self._from_number:
-            new = ready[num_before:]
+            new = [one for delta in ready[num_before:] for one in delta.split()]
             ready[num_before:] = [d for d in new if d.number + len(d.ids) > self._from_number]
         num_ready = len(ready)
         if num_ready == num_before:
@@ -253,7 +253,7 @@ class TokenStream:
 
     def _overflow(self) -> None:
         """Its reader does not keep up: keep nothing more for it."""
-        self._too_slow = ReaderTooSlow(f"over {self._hub.max_waiting} tokens waited to be read")
+        self._too_slow = ReaderTooSlow(f"over {self._hub.max_waiting} pieces waited to be read")
         self._ready.clear()
         self._hub.forget(self)
         if self._on_overflow is not None:

@@ -39,6 +39,11 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ``text`` may be shorter than the tokens say: text that could still become a stop string, or
     half a character, is held back and comes with a later delta.
 
+    Where steps of an engine follow each other faster than their tokens are published, one delta
+    has the tokens of several: ``sizes`` then says which part of the text is whose. It has an entry
+    for each token but the last, which adds the rest; without it the parts are not told apart.
+    Tokens with logprobs come one by one.
+
     Where the request asks for ``prompt_logprobs``, token 0 of each choice brings them: one entry
     per token of the prompt. The first has none before it: its logprob is 0 and means nothing.
     """
@@ -52,6 +57,34 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     finish_reason: str | None = None  # "stop" or "length", on the last delta of a choice
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    sizes: tuple[int, ...] = ()  # in characters
+
+    def texts(self) -> list[str]:
+        """What each token adds to the text, in order; all of it at once where that is not told."""
+        text, start = self.text, 0
+        found = []
+        for size in self.sizes:
+            found.append(text[start : start + size])
+            start += size
+        found.append(text[start:])
+        return found
+
+    def split(self) -> list[TokenDelta]:
+        """The same as a delta per token, where they are told apart."""
+        if not self.sizes:
+            return [self]
+        last = len(self.sizes)
+        return [
+            msgspec.structs.replace(
+                self,
+                number=self.number + i,
+                ids=(token_id,),
+                text=text,
+                sizes=(),
+                finish_reason=self.finish_reason if i == last else None,
+            )
+            for i, (token_id, text) in enumerate(zip(self.ids, self.texts(), strict=True))
+        ]
 
 
 class TokenBatch(Message, frozen=True, kw_only=True, tag="token-batch/1"):

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Callable, Coroutine
+from collections import defaultdict, deque
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -60,6 +60,7 @@ class Running:
     """A claimed request in the engine, and the tokens it has by now."""
 
     __slots__ = (
+        "_is_scored",
         "brought",
         "claimed",
         "epoch",
@@ -81,7 +82,8 @@ class Running:
         num_imported_tokens: int = 0,
         brought: Brought | None = None,
     ) -> None:
-        num_choices = claimed.record.sampling.n
+        sampling = claimed.record.sampling
+        num_choices = sampling.n
         self.claimed = claimed
         self.reader = claimed.reader
         self.request_id = claimed.record.request_id
@@ -92,6 +94,7 @@ class Running:
         self.tokens = [list(run) for run in claimed.tokens or ((),) * num_choices]
         self.finished = list(claimed.finished or ("",) * num_choices)
         self.num_new_tokens = 0
+        self._is_scored = not (sampling.logprobs is None and sampling.prompt_logprobs is None)
         self.started_s = time.perf_counter()
         self.first_token_s = 0.0
 
@@ -112,23 +115,34 @@ class Running:
             num_imported=self.num_imported_tokens,
         )
 
-    def take(self, output: TokenOutput) -> TokenDelta:
-        """Note a new token; the delta that tells of it."""
-        self.num_new_tokens += 1
-        index, token_id = output.index, output.token_id
-        self.tokens[index].append(token_id)
-        if output.finish_reason is not None:
-            self.finished[index] = output.finish_reason
+    def take(self, outputs: Sequence[TokenOutput]) -> list[TokenDelta]:
+        """Note new tokens, in order; the deltas that tell of them: one per choice, or one per token
+        where logprobs are asked for."""
+        self.num_new_tokens += len(outputs)
+        for output in outputs:
+            self.tokens[output.index].append(output.token_id)
+            if output.finish_reason is not None:
+                self.finished[output.index] = output.finish_reason
+        if self._is_scored:
+            return [self._delta([output]) for output in outputs]
+        if len(self.tokens) == 1:
+            return [self._delta(outputs)]
+        runs = [[one for one in outputs if one.index == i] for i in range(len(self.tokens))]
+        return [self._delta(run) for run in runs if run]
+
+    def _delta(self, run: Sequence[TokenOutput]) -> TokenDelta:
+        first, last = run[0], run[-1]
         return TokenDelta(
             request_id=self.request_id,
             epoch=self.epoch,
-            number=output.number,
-            ids=(token_id,),
-            text=output.text,
-            index=index,
-            finish_reason=output.finish_reason,
-            logprobs=None if output.logprob is None else (output.logprob,),
-            prompt_logprobs=output.prompt_logprobs,
+            number=first.number,
+            ids=tuple([output.token_id for output in run]),
+            text="".join([output.text for output in run]),
+            index=first.index,
+            finish_reason=last.finish_reason,
+            logprobs=None if first.logprob is None else (first.logprob,),
+            prompt_logprobs=first.prompt_logprobs,
+            sizes=tuple([len(output.text) for output in run[:-1]]),
         )
 
 
@@ -344,8 +358,11 @@ class Execution:
         by_reader: dict[str, list[TokenDelta]] = {}
         is_last = bool(report.finished or report.held)
         has_begun = False  # some request has its first token
+        by_key: defaultdict[str, list[TokenOutput]] = defaultdict(list)
         for output in report.outputs:
-            running = self._running.get(output.key)
+            by_key[output.key].append(output)
+        for key, outputs in by_key.items():
+            running = self._running.get(key)
             if running is None:
                 continue  # cancelled or given up while this step ran
             if not running.first_token_s:
@@ -353,11 +370,11 @@ class Execution:
                 running.brought.let_go()
                 self._num_decoding += running.claimed.num_choices
                 has_begun = True
-            delta = running.take(output)
-            if delta.prompt_logprobs is None:
-                by_reader.setdefault(running.reader, []).append(delta)
-            else:
-                await self._write_scored(running, delta, ask=is_last)
+            for delta in running.take(outputs):
+                if delta.prompt_logprobs is None:
+                    by_reader.setdefault(running.reader, []).append(delta)
+                else:
+                    await self._write_scored(running, delta, ask=is_last)
         for reader, deltas in by_reader.items():
             await self._write(reader, deltas, ask=is_last)
         if has_begun:
@@ -375,11 +392,13 @@ class Execution:
 
     async def _write(self, reader: str, deltas: list[TokenDelta], *, ask: bool) -> None:
         data = encode(TokenBatch(worker=self._claims.worker, deltas=tuple(deltas)))
-        if len(deltas) > 1 and not self._bus.fits(data):
-            half = len(deltas) // 2
-            await self._write(reader, deltas[:half], ask=False)
-            await self._write(reader, deltas[half:], ask=ask)
-            return
+        if not self._bus.fits(data):
+            parts = deltas if len(deltas) > 1 else deltas[0].split()
+            half = len(parts) // 2
+            if half:
+                await self._write(reader, parts[:half], ask=False)
+                await self._write(reader, parts[half:], ask=ask)
+                return
         await self._writer.until_room()
         await self._writer.put(subjects.token_stream(reader), data, ask=ask)
         if self.trace.is_on:

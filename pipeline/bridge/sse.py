@@ -99,10 +99,13 @@ class Events(ABC):
                 parts.append(self._run(running, texts))
                 running, texts = choice, []
             if self._runs[choice] and delta.finish_reason is None and delta.logprobs is None:
-                if delta.text:
+                if delta.sizes:
+                    texts += [_encode(text) for text in delta.texts() if text]
+                elif delta.text:
                     texts.append(_encode(delta.text))
             else:
-                parts += (self._run(choice, texts), self._any_delta(choice, delta))
+                parts.append(self._run(choice, texts))
+                parts += [self._any_delta(choice, one) for one in delta.split()]
                 texts = []
         last = self._run(running, texts)
         return b"".join((*parts, last)) if parts else last

@@ -24,16 +24,16 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 async def read_some(stream: TokenStream, count: int) -> list[TokenDelta]:
-    """At least ``count`` deltas."""
+    """At least ``count`` tokens, a delta each."""
     deltas: list[TokenDelta] = []
     while len(deltas) < count:
-        deltas += await stream.next_deltas()
+        deltas += [one for delta in await stream.next_deltas() for one in delta.split()]
     return deltas
 
 
 async def read_rest(stream: TokenStream, deltas: list[TokenDelta]) -> Answer:
     async for delta in stream:
-        deltas.append(delta)
+        deltas += delta.split()
     assert [delta.number for delta in deltas] == list(range(len(deltas)))
     assert stream.end is not None
     assert stream.end.usage.completion_tokens == len(deltas)

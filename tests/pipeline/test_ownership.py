@@ -125,24 +125,26 @@ class Ownership(RuleBasedStateMachine):
         self.owners.append(Owner(task.epoch, seq, tokens))
 
     @precondition(lambda self: self.owners)
-    @rule(data=st.data(), lost=st.booleans())
-    def worker_samples(self, data: st.DataObject, lost: bool) -> None:
-        """One token; its publish may be lost on the way. A zombie does the same, unaware."""
+    @rule(data=st.data(), lost=st.booleans(), most=st.integers(1, 3))
+    def worker_samples(self, data: st.DataObject, lost: bool, most: int) -> None:
+        """A token or a few; their publish may be lost on the way. A zombie does the same,
+        unaware."""
         owner = data.draw(st.sampled_from(self.owners))
         index = data.draw(st.integers(0, NUM_CHOICES - 1))
         tokens = owner.tokens[index]
-        if len(tokens) >= NUM_TOKENS:
+        number = len(tokens)
+        for _ in range(min(most, NUM_TOKENS - number)):
+            tokens.append(draw((index, *tokens), owner.epoch))
+        if len(tokens) == number:
             return
-        token = draw((index, *tokens), owner.epoch)
         delta = TokenDelta(
             request_id=REQUEST,
             epoch=owner.epoch,
-            number=len(tokens),
-            ids=(token,),
+            number=number,
+            ids=tuple(tokens[number:]),
             index=index,
-            finish_reason="length" if len(tokens) == NUM_TOKENS - 1 else None,
+            finish_reason="length" if len(tokens) == NUM_TOKENS else None,
         )
-        tokens.append(token)
         owner.ring.append(delta)
         if not lost:
             self.store(delta)
@@ -194,10 +196,11 @@ class Ownership(RuleBasedStateMachine):
         """Numbers 0, 1, 2, … once each; every token drawn from exactly the ones shown before."""
         for index, deltas in enumerate(self.shown):
             prefix: tuple[int, ...] = (index,)
-            for number, delta in enumerate(deltas):
-                assert delta.number == number
-                assert delta.ids == (draw(prefix, delta.epoch),)
-                prefix += delta.ids
+            for delta in deltas:
+                assert delta.number == len(prefix) - 1
+                for token_id in delta.ids:
+                    assert token_id == draw(prefix, delta.epoch)
+                    prefix += (token_id,)
 
     @invariant()
     def late_reader_sees_the_same(self) -> None:
@@ -209,7 +212,8 @@ class Ownership(RuleBasedStateMachine):
     @invariant()
     def end_means_complete(self) -> None:
         if isinstance(self.live.terminal, StreamEnd):
-            assert [len(d) for d in self.shown] == list(self.live.terminal.num_tokens)
+            num_tokens = [sum(len(one.ids) for one in deltas) for deltas in self.shown]
+            assert num_tokens == list(self.live.terminal.num_tokens)
             assert self.live.finish_reasons(NUM_CHOICES) == self.live.terminal.finish_reasons
 
     @invariant()

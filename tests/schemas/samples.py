@@ -190,6 +190,14 @@ SAMPLES: tuple[Message, ...] = (
                     ),
                 ),
             ),
+            TokenDelta(
+                request_id=REQUEST_ID,
+                epoch=2,
+                number=3,
+                ids=(44, 47, 45),
+                text=" seas",
+                sizes=(2, 0),
+            ),
         ),
     ),
     Accepted(

@@ -10,6 +10,7 @@ import pytest
 
 from infra.bus import TOKENS, replay
 from schemas import subjects
+from schemas.codec import encode
 from schemas.errors import BusUnavailable
 from schemas.prefill import PrefillTask
 from schemas.requests import RequestRecord
@@ -69,16 +70,34 @@ async def steps_while_nobody_listens(worker: Worker, count: int) -> None:
 
 
 async def test_steps_that_are_over_go_out_together(place: Workplace) -> None:
-    """A loop that was busy sends what waits in one message, in order, each token by itself."""
+    """A loop that was busy sends what waits in one message: one delta per request, in order, that
+    tells its tokens apart."""
     worker = await both(place)
     worker.runner.gate.clear()
     record = await place.ask(max_tokens=20)
     await until(lambda: worker.runner.is_waiting)
     await steps_while_nobody_listens(worker, 10)
     place.check(record, await place.answer(record))
-    deltas = [batch.deltas for batch in await batches(place)]
-    assert max(map(len, deltas)) >= 9
-    assert [delta.number for some in deltas for delta in some] == list(range(20))
+    deltas = [delta for batch in await batches(place) for delta in batch.deltas]
+    assert max(len(delta.ids) for delta in deltas) >= 9
+    singles = [one for delta in deltas for one in delta.split()]
+    assert [(one.number, len(one.ids)) for one in singles] == [(i, 1) for i in range(20)]
+    assert [bool(one.finish_reason) for one in singles] == [False] * 19 + [True]
+
+
+async def test_choices_have_deltas_of_their_own(place: Workplace) -> None:
+    """Tokens of several steps are told per choice."""
+    worker = await both(place)
+    worker.runner.gate.clear()
+    record = await place.ask(max_tokens=20, n=3)
+    await until(lambda: worker.runner.is_waiting)
+    await steps_while_nobody_listens(worker, 10)
+    place.check(record, await place.answer(record))
+    deltas = [delta for batch in await batches(place) for delta in batch.deltas]
+    for index in range(3):
+        mine = [delta for delta in deltas if delta.index == index]
+        assert max(len(delta.ids) for delta in mine) >= 9
+        assert [one.number for delta in mine for one in delta.split()] == list(range(20))
 
 
 async def test_what_does_not_fit_one_message_goes_in_several(
@@ -86,15 +105,16 @@ async def test_what_does_not_fit_one_message_goes_in_several(
 ) -> None:
     """Tokens that wait together may be too much for the broker."""
     worker = await both(place)
-    monkeypatch.setattr(worker.ctx.bus, "fits", lambda data: len(data) < 400)
+    monkeypatch.setattr(worker.ctx.bus, "fits", lambda data: len(data) < 170)
     worker.runner.gate.clear()
     record = await place.ask(max_tokens=20)
     await until(lambda: worker.runner.is_waiting)
     await steps_while_nobody_listens(worker, 10)
     place.check(record, await place.answer(record))
-    sizes = [len(batch.deltas) for batch in await batches(place)]
-    assert sum(sizes) == 20
-    assert max(sizes) < 6
+    stored = await batches(place)
+    assert sum(len(delta.ids) for batch in stored for delta in batch.deltas) == 20
+    assert all(len(encode(batch)) < 170 for batch in stored)
+    assert len(stored) > 2
 
 
 async def test_the_end_is_stored_after_every_token(

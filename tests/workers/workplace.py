@@ -446,7 +446,8 @@ class Workplace:
                 batch = decode_stream_message(message.data)
                 for delta in batch.deltas if isinstance(batch, TokenBatch) else ():
                     if delta.request_id == record.request_id:
-                        deltas += view.apply_delta(delta)
+                        shown = view.apply_delta(delta)
+                        deltas += [one for delta in shown for one in delta.split()]
         return Answer(view, tuple(chain), tuple(deltas))
 
     def check(self, record: RequestRecord, answer: Answer, prompt: Sequence[int] = PROMPT) -> None:

@@ -338,3 +338,29 @@ def test_deltas_that_come_together_are_told_as_one_by_one(
     data = b"".join([told(alone, 1 + one.index, one) for one in deltas])
     assert together.deltas(1, deltas) == data
     assert together.num_events == alone.num_events
+
+
+@patient
+@given(
+    kind=st.sampled_from(KINDS),
+    form=FORMS,
+    words=st.lists(TEXTS, min_size=1, max_size=6),
+    reason=st.sampled_from([None, "stop"]),
+    after=st.integers(0, 3),
+)
+def test_tokens_of_one_delta_are_told_as_one_by_one(
+    kind: type[Events], form: StreamForm, words: list[str], reason: str | None, after: int
+) -> None:
+    """For any tokens that follow each other: whether they come as one delta or as several, first
+    ones or later ones, events and their numbers are the same."""
+    whole = TokenDelta(
+        request_id="r", epoch=1, number=after, ids=tuple(range(len(words))), text="".join(words),
+        sizes=tuple([len(word) for word in words[:-1]]), finish_reason=reason,
+    )  # fmt: skip
+    together, alone = make(kind, form), make(kind, form)
+    before = [delta("x")] * after
+    data = alone.deltas(0, before)
+    for one in whole.split():
+        data += told(alone, 0, one)
+    assert together.deltas(0, before) + together.deltas(0, [whole]) == data
+    assert together.num_events == alone.num_events
