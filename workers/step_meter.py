@@ -112,10 +112,15 @@ class StepMeter:
 
     def note(self, shape: StepShape, seconds: float) -> None:
         """A step took so long. From the engine's thread; half a microsecond."""
-        if self._is_chosen or shape == _NOTHING:
+        if not self.is_learning or shape == _NOTHING:
             return
         self._new.append((shape, seconds, self._clock()))
         self._num_noted += 1
+
+    @property
+    def is_learning(self) -> bool:
+        """Whether it wants to know what steps take."""
+        return not self._is_chosen
 
     @property
     def is_due(self) -> bool:

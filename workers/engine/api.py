@@ -4,8 +4,8 @@ A worker speaks to :class:`workers.engine.engine.Engine` through the dataclasses
 speaks to a :class:`Runner` (torch or simulated). An engine is used by one thread at a time, and
 its steps are made by one thread.
 
-What is made per request or token is a msgspec struct: those cost a fifth of a frozen dataclass to
-make.
+What is made per request, step or token is a msgspec struct: those cost a fifth of a frozen
+dataclass to make.
 
 A *request* has one or more *choices* (``sampling.n``); each choice is one sequence. Token numbers
 count from 0 per choice. ``key`` names a request inside the engine: unique per (request, epoch).
@@ -14,7 +14,7 @@ count from 0 per choice. ``key`` names a request inside the engine: unique per (
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -60,7 +60,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     overtakes: bool = False
 
 
-class TokenOutput(msgspec.Struct, frozen=True):
+class TokenOutput(msgspec.Struct, frozen=True, gc=False):
     """One new token of one choice, and the text that became visible with it.
 
     ``prompt_logprobs``: with token 0 of each choice, in the form of a ``TokenDelta``.
@@ -104,17 +104,16 @@ class FailedRequest:
     message: str
 
 
-@dataclass(slots=True)
-class StepReport:
+class StepReport(msgspec.Struct):
     """What one step brought, or several that followed each other, in the order in which it
     happened."""
 
-    outputs: list[TokenOutput] = field(default_factory=list)
-    held: list[HeldRequest] = field(default_factory=list)
-    finished: list[FinishedRequest] = field(default_factory=list)
-    failed: list[FailedRequest] = field(default_factory=list)
+    outputs: list[TokenOutput] = []
+    held: list[HeldRequest] = []
+    finished: list[FinishedRequest] = []
+    failed: list[FailedRequest] = []
     num_computed_tokens: int = 0  # token positions run through the model in this step
-    steps_s: list[float] = field(default_factory=list)  # how long each took, silent ones too
+    steps_s: list[float] = []  # how long each took, silent ones too
 
     def join(self, later: StepReport) -> None:
         """Add what the next step brought."""
@@ -253,7 +252,7 @@ class ScheduledSequence(msgspec.Struct, kw_only=True):
         return range(self.start, max(self.start, end))
 
 
-class Sampled(msgspec.Struct, frozen=True):
+class Sampled(msgspec.Struct, frozen=True, gc=False):
     """One sampled token, or one that the prompt has; ``logprob`` and ``top`` only when the request
     asks for logprobs."""
 

@@ -4,26 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 
+import msgspec
 import structlog
 
 from schemas.errors import EngineFailed
 from workers.engine.api import Runner, RunnerLost, Sampled
 from workers.engine.sequence import Sequence
-from workers.step_meter import StepShape
 
 _log = structlog.get_logger(__name__)
 
 
-@dataclass(slots=True)
-class Computed:
+class Computed(msgspec.Struct):
     """Who was computed, with the token of each, None where none was to be sampled; and whose
     computing raised, with what."""
 
-    batch: list[Sequence] = field(default_factory=list)
-    tokens: list[Sampled | None] = field(default_factory=list)
-    failures: list[tuple[Sequence, Exception]] = field(default_factory=list)
+    batch: list[Sequence] = []
+    tokens: list[Sampled | None] = []
+    failures: list[tuple[Sequence, Exception]] = []
+
+    def num_tokens(self) -> int:
+        """Positions that were computed."""
+        return sum([sequence.count for sequence in self.batch])
+
+    def prefilled(self, num_tokens: int) -> list[tuple[int, int]]:
+        """The positions ``[start, end)`` of each share, if these were mostly prefill."""
+        if num_tokens < 8 * len(self.batch):
+            return []
+        return [(one.start, one.start + one.count) for one in self.batch]
 
     def keep(self, is_wanted: Callable[[Sequence], bool]) -> None:
         """Leave out whom nobody wants any more."""
@@ -58,15 +66,6 @@ def execute(runner: Runner, batch: list[Sequence]) -> Computed:
         computed.tokens += alone.tokens
         computed.failures += alone.failures
     return computed
-
-
-def prefilled(batch: Seq[Sequence], shape: StepShape) -> list[tuple[int, int]]:
-    """The positions ``[start, end)`` of each share of a step that is mostly prefill; of another
-    step, none."""
-    num_tokens, _, _, num_sequences = shape
-    if num_tokens + num_sequences < 8 * len(batch):
-        return []
-    return [(one.start, one.start + one.count) for one in batch]
 
 
 def _run(runner: Runner, batch: Seq[Sequence]) -> list[Sampled | None]:

@@ -20,6 +20,7 @@ class Choice:
         has_sampled: whether that token has come.
         hides_token: whether its one token is no part of the answer, which is to have none.
         wants_logprob: whether its tokens are told with their logprobs.
+        key: of the request.
         is_plain: whether there is nothing to tell of its tokens but themselves and their text.
         matcher: what its tokens may be; None: anything.
     """
@@ -35,6 +36,7 @@ class Choice:
         is_held_next: bool = False,
     ) -> None:
         self.sequence = sequence
+        self.key = sequence.group.key
         self.matcher = matcher
         self.finish_reason: str | None = None
         self.is_held_next = is_held_next
@@ -43,13 +45,23 @@ class Choice:
         self.wants_logprob = sampling.logprobs is not None and not self.hides_token
         self.is_plain = not self.wants_logprob and not is_held_next
         self._output = output
-        self._show = output.show if matcher is None else None
+        self._pieces = output.pieces
+        self._num_pushed = sequence.num_prompt_tokens  # of its tokens, those that output has seen
         self._min_length = sequence.num_prompt_tokens + sampling.min_tokens
         eos = frozenset() if sampling.ignore_eos else info.eos_token_ids
         self._end_ids = eos.union(sampling.stop_token_ids)
         self.max_length = max_length(sequence.num_prompt_tokens, sampling, info)
+        self._takes_pieces = self._may_take_pieces()
+        # Below this length a token whose piece shows is no more than that piece.
+        self._plain_end = self.max_length if self._takes_pieces else 0
         if self.max_length == sequence.num_prompt_tokens:
             self.finish_reason = "length"
+
+    def _may_take_pieces(self) -> bool:
+        """Whether a token that shows is neither an end nor a part of a stop string or a format."""
+        if self.matcher is not None or self.hides_token or self._output.searches:
+            return False
+        return not any(self._pieces[token_id] for token_id in self._end_ids)
 
     def accept(self, token_id: int) -> str:
         """The next token of the answer; returns the text that may be shown with it.
@@ -62,12 +74,23 @@ class Choice:
         token_ids = self.sequence.token_ids
         token_ids.append(token_id)
         length = len(token_ids)
-        if self._show is not None and length < self.max_length and token_id not in self._end_ids:
-            return self._show(token_id)
+        if length < self._plain_end:
+            piece = self._pieces[token_id]
+            if piece:
+                return piece
         return self._accept(token_id, length)
 
     def _accept(self, token_id: int, length: int) -> str:
-        """One that may be the last, or of a choice that takes a closer look."""
+        """One that may be the last, or has more to it than its piece."""
+        if not self._takes_pieces:
+            return self._push(token_id, length)
+        self._output.skip(self.sequence.token_ids[self._num_pushed : length - 1])
+        self._num_pushed = length
+        text = self._push(token_id, length)
+        self._plain_end = 0 if self._output.is_holding else self.max_length
+        return text
+
+    def _push(self, token_id: int, length: int) -> str:
         output = self._output
         if self.hides_token:
             self.finish_reason = "length"

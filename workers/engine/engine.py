@@ -26,7 +26,7 @@ from workers.engine.api import (
     TokenOutput,
 )
 from workers.engine.arrivals import Arrivals
-from workers.engine.batch import Computed, execute, prefilled
+from workers.engine.batch import Computed, execute
 from workers.engine.block_pool import BlockPool
 from workers.engine.books import block_states, check_books
 from workers.engine.choice import Choice
@@ -207,23 +207,23 @@ class Engine:
             batch = self._copy_blocks(step, report)
         if self._num_formats:
             batch = self._find_allowed(batch, report)
-        computed = self._compute(batch, started_s)
+        computed = self._compute(batch, started_s, report)
         if computed.failures:
             self._take_failures(computed, report)
-        report.num_computed_tokens = sum([sequence.count for sequence in computed.batch])
         self.scheduler.complete(computed.batch)
         self._take_tokens(computed, report)
         return report
 
-    def _compute(self, batch: list[Sequence], began_s: float) -> Computed:
+    def _compute(self, batch: list[Sequence], began_s: float, report: StepReport) -> Computed:
         """Run a step that began then, and learn from how long it took."""
-        shape = step_shape(batch)
         started_s = self.pace.clock()
         computed = execute(self.runner, batch)
         ended_s = self.pace.clock()
-        if chunks := prefilled(batch, shape):
+        report.num_computed_tokens = num_tokens = computed.num_tokens()
+        if chunks := computed.prefilled(num_tokens):
             self.pace.prefill.observe(chunks, ended_s - started_s)
-        self.meter.note(shape, ended_s - began_s)
+        if self.meter.is_learning:
+            self.meter.note(step_shape(batch), ended_s - began_s)
         return computed
 
     def _copy_blocks(self, step: Step, report: StepReport) -> list[Sequence]:
@@ -272,8 +272,7 @@ class Engine:
             number = len(sequence.token_ids) - sequence.num_prompt_tokens
             text = choice.accept(token_id)
             if number and choice.is_plain and choice.finish_reason is None:
-                key = sequence.group.key
-                outputs.append(TokenOutput(key, sequence.index, number, token_id, text))
+                outputs.append(TokenOutput(choice.key, sequence.index, number, token_id, text))
                 continue
             outputs.append(self._output(choice, sampled, number, text))
             if choice.finish_reason is not None or choice.is_held_next:

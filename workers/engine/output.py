@@ -219,6 +219,19 @@ class Detokenizer:
             return ""
         return self._show(text)
 
+    @property
+    def is_holding(self) -> bool:
+        """Whether the next token comes behind such as are held back."""
+        return bool(self._held)
+
+    def skip(self, token_ids: Seq[int]) -> None:
+        """The same as :meth:`push` for tokens of which each has a piece, while none is held back:
+        what they show is known."""
+        for token_id in reversed(token_ids):
+            if self._pieces[token_id]:
+                self._last = token_id
+                return
+
     def flush(self) -> str:
         """What is held back, with U+FFFD for bytes that never became a character."""
         if not self._held:
@@ -257,7 +270,8 @@ class OutputProcessor:
     ``min_tokens`` tokens is shown as it comes and takes no part in stop strings.
 
     Attributes:
-        show: :meth:`push` for one without stop strings, which never stops.
+        pieces: of the vocabulary.
+        searches: whether it looks for stop strings.
     """
 
     def __init__(
@@ -271,7 +285,18 @@ class OutputProcessor:
         self._stop = tuple(text for text in stop if text)
         self._num_exempt = min_tokens
         self._pending = ""  # text that is the beginning of a stop string, or empty
-        self.show = None if self._stop else self._detokenizer.push
+        self.pieces = vocabulary.pieces
+        self.searches = bool(self._stop)
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether the next token comes behind such as do not show by themselves."""
+        return self._detokenizer.is_holding
+
+    def skip(self, token_ids: Seq[int]) -> None:
+        """Tokens that were shown as their pieces say, without :meth:`push`, while it neither
+        searched nor held anything."""
+        self._detokenizer.skip(token_ids)
 
     def push(self, token_id: int) -> tuple[str, bool]:
         """One more token that is no end of the answer.

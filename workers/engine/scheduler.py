@@ -20,8 +20,10 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
+
+import msgspec
 
 from schemas.errors import ConfigError
 from workers.engine.block_pool import BlockPool, Run
@@ -51,8 +53,7 @@ class EngineConfig:
             )
 
 
-@dataclass(slots=True)
-class Step:
+class Step(msgspec.Struct):
     """A step, in the making and made.
 
     Attributes:
@@ -64,8 +65,8 @@ class Step:
     """
 
     budget: int
-    batch: list[Sequence] = field(default_factory=list)
-    forks: list[Sequence] = field(default_factory=list)
+    batch: list[Sequence] = []
+    forks: list[Sequence] = []
 
     def add(self, sequence: Sequence, count: int, copy: tuple[int, int] | None = None) -> None:
         """Let it compute ``count`` positions. The rest of a prompt that overtakes closes the
@@ -150,15 +151,18 @@ class Scheduler:
         """What the step planned for these was computed."""
         size = self.pool.block_size
         filled: list[Sequence] = []
+        others: list[Sequence] = []
         for sequence in batch:
             count = sequence.count
             sequence.num_computed_tokens = after = sequence.start + count
             if after % size < count:  # a block's end is behind one of them
                 filled.append(sequence)
+            if not sequence.sample:
+                others.append(sequence)
         if filled:
             self.pool.register_runs([_run(sequence, size) for sequence in filled])
-        for sequence in [one for one in batch if one.index == ROOT]:
-            if sequence.num_uncomputed_tokens == 0:
+        for sequence in others:
+            if sequence.is_root and sequence.num_uncomputed_tokens == 0:
                 self.park(sequence)
 
     # ---- the decision --------------------------------------------------------------------
@@ -193,14 +197,14 @@ class Scheduler:
             num_computed = sequence.num_computed_tokens
             if not num_computed or len(sequence.token_ids) != num_computed + 1:
                 others.append(sequence)
-            elif num_computed >= len(sequence.block_table) * size:
+            elif not num_computed % size and num_computed == len(sequence.block_table) * size:
                 without.append(sequence)
             elif sequence.scores is not None or sequence.index == ROOT:
                 step.add(sequence, 1)
             else:
                 sequence.start, sequence.count, sequence.sample = num_computed, 1, True
                 batch.append(sequence)
-                step.budget -= 1
+        step.budget = self.config.max_batch_tokens - len(batch)
         return without
 
     def _extend_decodes(self, sequences: list[Sequence], step: Step) -> None:

@@ -141,13 +141,29 @@ class SimulatedRunner(InSharedPool):
     def execute(self, batch: Seq[ScheduledSequence]) -> list[Sampled]:
         """Compute the batch; one result per sequence that samples, in batch order."""
         end_s = self._clock.begin() + batch_ms(self._costs, batch) / 1e3
+        entries, size = self._entries, self._block_size
         sampled: list[Sampled] = []
-        for scheduled in batch:
-            state = self._write(scheduled)
-            if scheduled.scores is not None:
-                self._score(scheduled.scores, scheduled)
-            if scheduled.sample:
-                sampled.append(self._sample(scheduled, state))
+        for one in batch:
+            start, table = one.start, one.block_table
+            if one.count == 1 and start:  # nearly all: written out, for a call costs as much
+                offset = start % size
+                here = table[start // size] * size + offset
+                before = here - 1 if offset else (table[start // size - 1] + 1) * size - 1
+                state = (entries[before] * RATIO + one.token_ids[start] + START) & _MASK
+                entries[here] = state
+            else:
+                state = self._write_chunk(one)
+            if one.scores is not None:
+                self._score(one.scores, one)
+            if not one.sample:
+                continue
+            sampling = one.sampling
+            if sampling.temperature > 0:
+                state = mix(state, _draw(one))
+            if one.allowed is None and sampling.logprobs is None:
+                sampled.append(Sampled(self._token_of(state, 1)))
+            else:
+                sampled.append(self._sample(one, state))
         self._clock.end(end_s)
         return sampled
 
@@ -155,21 +171,10 @@ class SimulatedRunner(InSharedPool):
         """Copy one slot's bytes to another."""
         self._pool.copy_block(source, target)
 
-    def _write(self, scheduled: ScheduledSequence) -> int:
-        """Compute the positions of this step; returns the last entry."""
-        entries, size, start = self._entries, self._block_size, scheduled.start
-        if scheduled.count > 1 or not start:
-            return self._write_chunk(scheduled)
-        block, offset = divmod(start, size)
-        here = scheduled.block_table[block] * size + offset
-        before = here - 1 if offset else (scheduled.block_table[block - 1] + 1) * size - 1
-        state = (entries[before] * RATIO + scheduled.token_ids[start] + START) & _MASK
-        entries[here] = state
-        return state
-
     def _write_chunk(self, scheduled: ScheduledSequence) -> int:
-        """The same for many at once: ``state[i] = RATIO**i * (state[0] + sum of what each token up
-        to i adds, times RATIO**-j)``, in numbers that wrap around by themselves."""
+        """Compute many positions at once: ``state[i] = RATIO**i * (state[0] + sum of what each
+        token up to i adds, times RATIO**-j)``, in numbers that wrap around by themselves; returns
+        the last of these entries."""
         table, size = scheduled.block_table, self._block_size
         start, end = scheduled.start, scheduled.start + scheduled.count
         state = START
@@ -195,14 +200,12 @@ class SimulatedRunner(InSharedPool):
 
     def _sample(self, scheduled: ScheduledSequence, state: int) -> Sampled:
         sampling = scheduled.sampling
-        if sampling.temperature > 0:
-            state = mix(state, _draw(scheduled))
         few = None if scheduled.allowed is None else self._favoured(scheduled)
-        token_id = self._token_of(mix(state, 1), few)
+        token_id = self._token_of(state, 1, few)
         if sampling.logprobs is None:
             return Sampled(token_id)
         others = {
-            self._token_of(mix(state, rank), few): None for rank in range(2, 2 + sampling.logprobs)
+            self._token_of(state, rank, few): None for rank in range(2, 2 + sampling.logprobs)
         }
         others.pop(token_id, None)
         ranked = [token_id, *others][: sampling.logprobs]
@@ -215,7 +218,7 @@ class SimulatedRunner(InSharedPool):
         num_top = scheduled.sampling.prompt_logprobs or 0
         for position in scheduled.scored:
             state = entries[table[position // size] * size + position % size]
-            ranked = (self._token_of(mix(state, 1 + rank), None) for rank in range(_NUM_RANKED))
+            ranked = (self._token_of(state, 1 + rank) for rank in range(_NUM_RANKED))
             logprobs = {one: -0.25 * (rank + 1) for rank, one in enumerate(dict.fromkeys(ranked))}
             token_id = scheduled.token_ids[position + 1]
             scores.put(
@@ -240,13 +243,15 @@ class SimulatedRunner(InSharedPool):
         ends = [token_id for token_id in ids if token_id in self.info.eos_token_ids]
         return (ends if may_end else []) + words
 
-    def _token_of(self, state: int, few: Seq[int] | None) -> int:
+    def _token_of(self, state: int, rank: int, few: Seq[int] | None = None) -> int:
+        """The token that stands at ``rank``, from 1 on, of what may follow ``state``."""
+        x = ((state ^ rank) * _SPREAD + START) & _MASK  # mix(state, rank), without a call
+        x ^= x >> 32
         if few is not None:  # each half as likely as the one before it
-            return few[min((state & -state).bit_length(), len(few)) - 1]
-        place, rest = divmod(state, _ONE_IN)
-        if not rest and self._eos is not None:
-            return self._eos
-        return self._token_ids[place % self._num_token_ids]
+            return few[min((x & -x).bit_length(), len(few)) - 1]
+        if x % _ONE_IN or self._eos is None:
+            return self._token_ids[x // _ONE_IN % self._num_token_ids]
+        return self._eos
 
 
 def readable_token_ids(vocabulary: Vocabulary) -> list[int]:
