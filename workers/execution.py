@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -28,15 +28,15 @@ from schemas import subjects
 from schemas.codec import encode
 from schemas.errors import (
     ContextTooLong,
-    DeadlineExceeded,
     EngineFailed,
     MeshError,
     NoCapacity,
     PayloadTooLarge,
     QueueFull,
 )
-from schemas.tokens import StreamEnd, TokenBatch, TokenDelta, Usage
+from schemas.tokens import TokenBatch, TokenDelta
 from workers.claims import Claimed, Claims
+from workers.ending import Endings
 from workers.engine.api import (
     EngineRequest,
     FinishedRequest,
@@ -46,104 +46,13 @@ from workers.engine.api import (
 )
 from workers.engine.thread import EngineThread
 from workers.hops import HopTrace, Point
-from workers.kv.origins import Origins, origins_of
 from workers.kv.prefetch import Brought
+from workers.running import Running
 
 _ADD_S = 30.0  # a step may take seconds; after so long another worker may be better
-_FLUSH_S = 2.0
 _MAX_TOGETHER = 1024  # tokens that go out together before the loop turns
 
 T = TypeVar("T")
-
-
-class Running:
-    """A claimed request in the engine, and the tokens it has by now."""
-
-    __slots__ = (
-        "_is_scored",
-        "brought",
-        "claimed",
-        "epoch",
-        "finished",
-        "first_token_s",
-        "num_cached_tokens",
-        "num_imported_tokens",
-        "num_new_tokens",
-        "reader",
-        "request_id",
-        "started_s",
-        "tokens",
-    )
-
-    def __init__(
-        self,
-        claimed: Claimed,
-        num_cached_tokens: int = 0,
-        num_imported_tokens: int = 0,
-        brought: Brought | None = None,
-    ) -> None:
-        sampling = claimed.record.sampling
-        num_choices = sampling.n
-        self.claimed = claimed
-        self.reader = claimed.reader
-        self.request_id = claimed.record.request_id
-        self.epoch = claimed.epoch
-        self.num_cached_tokens = num_cached_tokens  # as the prefill worker found them
-        self.num_imported_tokens = num_imported_tokens
-        self.brought = brought or Brought()
-        self.tokens = [list(run) for run in claimed.tokens or ((),) * num_choices]
-        self.finished = list(claimed.finished or ("",) * num_choices)
-        self.num_new_tokens = 0
-        self._is_scored = not (sampling.logprobs is None and sampling.prompt_logprobs is None)
-        self.started_s = time.perf_counter()
-        self.first_token_s = 0.0
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Of the request."""
-        return len(self.claimed.record.prompt_ids) // 4
-
-    def origins(self, num_cached: int, num_host: int) -> Origins:
-        """Where its prompt's KV came from, by what the engine found: in all, and of that in the
-        host tier."""
-        return origins_of(
-            self.num_prompt_tokens,
-            num_cached=num_cached,
-            num_promoted=num_host,
-            num_disk=self.brought.num_disk_tokens,
-            num_remote=self.brought.num_remote_tokens,
-            num_imported=self.num_imported_tokens,
-        )
-
-    def take(self, outputs: Sequence[TokenOutput]) -> list[TokenDelta]:
-        """Note new tokens, in order; the deltas that tell of them: one per choice, or one per token
-        where logprobs are asked for."""
-        self.num_new_tokens += len(outputs)
-        for output in outputs:
-            self.tokens[output.index].append(output.token_id)
-            if output.finish_reason is not None:
-                self.finished[output.index] = output.finish_reason
-        if self._is_scored:
-            return [self._delta([output]) for output in outputs]
-        if len(self.tokens) == 1:
-            return [self._delta(outputs)]
-        runs = [[one for one in outputs if one.index == i] for i in range(len(self.tokens))]
-        return [self._delta(run) for run in runs if run]
-
-    def _delta(self, run: Sequence[TokenOutput]) -> TokenDelta:
-        first, last = run[0], run[-1]
-        return TokenDelta(
-            request_id=self.request_id,
-            epoch=self.epoch,
-            number=first.number,
-            ids=tuple([output.token_id for output in run]),
-            text="".join([output.text for output in run]),
-            index=first.index,
-            finish_reason=last.finish_reason,
-            logprobs=None if first.logprob is None else (first.logprob,),
-            prompt_logprobs=first.prompt_logprobs,
-            sizes=tuple([len(output.text) for output in run[:-1]]),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +97,7 @@ class Execution:
         self._writer = writer
         self._metrics = metrics
         self._log = log
+        self._endings = Endings(claims, writer, metrics, log)
         self._fingerprint = fingerprint
         self._hand_over = hand_over
         self._on_room = on_room
@@ -347,7 +257,7 @@ class Execution:
                 assert self._hand_over is not None, "nothing is held without a hand-over"
                 self._hand_over(running, held)
                 self._on_room()
-                self._log_stage(running, "held", held)
+                self._endings.tell(running, "held", held)
         for failed in report.failed:
             if (running := self._running.get(failed.key)) is not None:
                 error = EngineFailed(f"the engine failed on this request: {failed.message}")
@@ -406,53 +316,7 @@ class Execution:
                 await self.trace.mark(delta.request_id, "token_written", delta.number)
 
     async def _end(self, running: Running, finished: FinishedRequest) -> None:
-        """Every token confirmed, then the end; through outages, until the deadline."""
-        claimed = running.claimed
-        num_prompt = running.num_prompt_tokens
-        num_cached = min(running.num_cached_tokens + finished.num_cached_tokens, num_prompt)
-        is_answered = claimed.record.sampling.max_tokens != 0  # else the one token is hidden
-        entry = StreamEnd(
-            request_id=claimed.record.request_id,
-            epoch=claimed.epoch,
-            num_tokens=finished.num_tokens,
-            finish_reasons=finished.finish_reasons,
-            usage=Usage(
-                prompt_tokens=num_prompt,
-                completion_tokens=sum(finished.num_tokens) if is_answered else 0,
-                cached_tokens=num_cached,
-            ),
-        )
-
-        async def end() -> int | None:
-            await self._writer.flush(_FLUSH_S)
-            return await self._claims.chain.append(claimed.reader, entry, claimed.seq)
-
-        try:
-            seq = await self._claims.through_outages(claimed.record, end)
-            outcome = "superseded" if seq is None else "ended"
-        except DeadlineExceeded:
-            outcome = "expired"
-        self._forget(claimed.key)
-        self._claims.settle(claimed)
-        self._log_stage(running, outcome, finished)
-
-    def _log_stage(
-        self, running: Running, outcome: str, ended: HeldRequest | FinishedRequest
-    ) -> None:
-        """The canonical line of this stage, and where its prompt's KV came from."""
-        claimed, now_s = running.claimed, time.perf_counter()
-        origins = running.origins(ended.num_cached_tokens, ended.num_host_tokens)
-        origins.count(self._metrics)
-        first_s = running.first_token_s or now_s
-        self._log.info(
-            "request_executed",
-            stage=claimed.role,
-            outcome=outcome,
-            request_id=claimed.record.request_id,
-            epoch=claimed.epoch,
-            prompt_tokens=running.num_prompt_tokens,
-            **origins.facts(),
-            new_tokens=running.num_new_tokens,
-            first_token_ms=round((first_s - running.started_s) * 1000, 2),
-            total_ms=round((now_s - running.started_s) * 1000, 2),
-        )
+        outcome = await self._endings.store(running, finished)
+        self._forget(running.claimed.key)
+        self._claims.settle(running.claimed)
+        self._endings.tell(running, outcome, finished)

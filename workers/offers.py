@@ -28,10 +28,10 @@ from schemas.kv import KvHandle, KvReady, LeaseRelease, LeaseRenew
 from workers.claims import Claimed, Claims
 from workers.engine.api import HeldRequest
 from workers.engine.thread import EngineThread
-from workers.execution import Running
 from workers.hops import HopTrace
 from workers.kv.handles import PoolFacts
 from workers.kv.leases import Lease, LeaseBook
+from workers.running import Running
 
 INLINE_RECORD_BYTES = 64 * 1024  # longer ones are read from mesh.v1.request.<id>
 _FLUSH_S = 2.0

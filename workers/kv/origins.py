@@ -46,12 +46,24 @@ class Origins(msgspec.Struct, frozen=True, kw_only=True):
             "transferred_tokens": self.transferred,
         }
 
-    def count(self, metrics: Metrics) -> None:
-        """Add them to the metrics."""
-        metrics.tokens_cached.inc(self.cached)
-        for source in ("device", "host", "disk", "remote", "handed_over", "computed"):
-            if count := getattr(self, source):
-                metrics.prompt_source_tokens.labels(source).inc(count)
+
+class OriginCounts:
+    """The metrics that tell of all prompts' origins, looked up once."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._cached = metrics.tokens_cached
+        self._by_source = {
+            source: metrics.prompt_source_tokens.labels(source)
+            for source in Origins.__struct_fields__
+        }
+
+    def add(self, origins: Origins) -> None:
+        """One prompt more."""
+        if origins.cached:
+            self._cached.inc(origins.cached)
+        for source, counter in self._by_source.items():
+            if count := getattr(origins, source):
+                counter.inc(count)
 
 
 def origins_of(

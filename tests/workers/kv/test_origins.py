@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.metrics import Metrics
-from workers.kv.origins import Origins, origins_of
+from workers.kv.origins import OriginCounts, Origins, origins_of
 
 SOME = st.integers(0, 3000)
 
@@ -65,7 +65,7 @@ def test_each_token_counts_where_it_came_from(
 def test_they_are_counted_by_source() -> None:
     """What dashboards add up is what log lines say."""
     metrics = Metrics()
-    origins_of(100, num_cached=64, num_promoted=64, num_remote=32).count(metrics)
+    OriginCounts(metrics).add(origins_of(100, num_cached=64, num_promoted=64, num_remote=32))
     by_source = metrics.prompt_source_tokens
     assert by_source.labels("remote")._value.get() == 32
     assert by_source.labels("host")._value.get() == 32
