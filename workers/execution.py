@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -265,30 +265,46 @@ class Execution:
                 self.spawn(self._abandon(running.claimed, error), f"fail {failed.key}")
 
     async def _publish_tokens(self, report: StepReport) -> None:
-        by_reader: dict[str, list[TokenDelta]] = {}
+        by_reader: defaultdict[str, list[TokenDelta]] = defaultdict(list)
+        scored: list[tuple[Running, TokenDelta]] = []
+        for running, delta in self._take_tokens(report):
+            if delta.prompt_logprobs is None:
+                by_reader[running.reader].append(delta)
+            else:
+                scored.append((running, delta))
         is_last = bool(report.finished or report.held)
-        has_begun = False  # some request has its first token
-        by_key: defaultdict[str, list[TokenOutput]] = defaultdict(list)
-        for output in report.outputs:
-            by_key[output.key].append(output)
-        for key, outputs in by_key.items():
-            running = self._running.get(key)
-            if running is None:
-                continue  # cancelled or given up while this step ran
-            if not running.first_token_s:
-                running.first_token_s = time.perf_counter()
-                running.brought.let_go()
-                self._num_decoding += running.claimed.num_choices
-                has_begun = True
-            for delta in running.take(outputs):
-                if delta.prompt_logprobs is None:
-                    by_reader.setdefault(running.reader, []).append(delta)
-                else:
-                    await self._write_scored(running, delta, ask=is_last)
+        for running, delta in scored:
+            await self._write_scored(running, delta, ask=is_last)
         for reader, deltas in by_reader.items():
             await self._write(reader, deltas, ask=is_last)
-        if has_begun:
+
+    def _take_tokens(self, report: StepReport) -> Iterator[tuple[Running, TokenDelta]]:
+        """The deltas of its tokens, and the requests that they are of: those of one step each by
+        itself, those of several steps together. Tokens of what was cancelled or given up while its
+        step ran are nobody's."""
+        num_decoding, is_one_step = self._num_decoding, len(report.steps_s) <= 1
+        together: defaultdict[Running, list[TokenOutput]] = defaultdict(list)
+        for output in report.outputs:
+            running = self._running.get(output.key)
+            if running is None:
+                continue
+            if not running.first_token_s:
+                self._begin(running)
+            if is_one_step:
+                yield running, running.take(output)
+            else:
+                together[running].append(output)
+        for running, outputs in together.items():
+            for delta in running.take_all(outputs):
+                yield running, delta
+        if self._num_decoding > num_decoding:
             self._on_room()
+
+    def _begin(self, running: Running) -> None:
+        """It has its first token."""
+        running.first_token_s = time.perf_counter()
+        running.brought.let_go()
+        self._num_decoding += running.claimed.num_choices
 
     async def _write_scored(self, running: Running, delta: TokenDelta, *, ask: bool) -> None:
         """In a message of its own: a long prompt's logprobs nearly fill one. Admission bounds their

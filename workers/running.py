@@ -77,31 +77,47 @@ class Running:
             num_imported=self.num_imported_tokens,
         )
 
-    def take(self, outputs: Sequence[TokenOutput]) -> list[TokenDelta]:
-        """Note new tokens, in order; the deltas that tell of them: one per choice, or one per token
-        where logprobs are asked for."""
-        for output in outputs:
-            self.tokens[output.index].append(output.token_id)
-            if output.finish_reason is not None:
-                self.finished[output.index] = output.finish_reason
-        if self._is_scored:
-            return [self._delta([output]) for output in outputs]
+    def take_all(self, outputs: Sequence[TokenOutput]) -> list[TokenDelta]:
+        """Note new tokens of several steps, in order; a delta per choice, or one per token where
+        logprobs are asked for."""
+        if len(outputs) == 1 or self._is_scored:
+            return [self.take(output) for output in outputs]
         if len(self.tokens) == 1:
-            return [self._delta(outputs)]
+            return [self._take_run(outputs)]
         runs = [[one for one in outputs if one.index == i] for i in range(len(self.tokens))]
-        return [self._delta(run) for run in runs if run]
+        return [self._take_run(run) for run in runs if run]
 
-    def _delta(self, run: Sequence[TokenOutput]) -> TokenDelta:
+    def take(self, output: TokenOutput) -> TokenDelta:
+        """Note a new token; the delta that tells of it."""
+        index, token_id = output.index, output.token_id
+        self.tokens[index].append(token_id)
+        if output.finish_reason is not None:
+            self.finished[index] = output.finish_reason
+        return TokenDelta(
+            request_id=self.request_id,
+            epoch=self.epoch,
+            number=output.number,
+            ids=(token_id,),
+            text=output.text,
+            index=index,
+            finish_reason=output.finish_reason,
+            logprobs=None if output.logprob is None else (output.logprob,),
+            prompt_logprobs=output.prompt_logprobs,
+        )
+
+    def _take_run(self, run: Sequence[TokenOutput]) -> TokenDelta:
         first, last = run[0], run[-1]
+        index, ids = first.index, [output.token_id for output in run]
+        self.tokens[index] += ids
+        if last.finish_reason is not None:
+            self.finished[index] = last.finish_reason
         return TokenDelta(
             request_id=self.request_id,
             epoch=self.epoch,
             number=first.number,
-            ids=tuple([output.token_id for output in run]),
+            ids=tuple(ids),
             text="".join([output.text for output in run]),
-            index=first.index,
+            index=index,
             finish_reason=last.finish_reason,
-            logprobs=None if first.logprob is None else (first.logprob,),
-            prompt_logprobs=first.prompt_logprobs,
             sizes=tuple([len(output.text) for output in run[:-1]]),
         )
