@@ -12,6 +12,7 @@ from pipeline.verdict import Admit, Ask, Clamp, Fallback, Refuse, Verdict, Wait
 from schemas import subjects
 
 SHOW_S = 1.0
+_ADMITTED = (Admit, Clamp)
 _KINDS: dict[type[Verdict], str] = {
     Clamp: "clamp", Fallback: "fallback", Wait: "wait", Refuse: "refuse",
 }  # fmt: skip
@@ -28,7 +29,7 @@ class BudgetMeter:
 
     def judged(self, ask: Ask, verdict: Verdict) -> None:
         """A verdict was given."""
-        if isinstance(verdict, Admit | Clamp) and verdict.forecast.ttft_ms is not None:
+        if isinstance(verdict, _ADMITTED) and verdict.forecast.ttft_ms is not None:
             self._metrics.predicted_ttft_seconds.observe(verdict.forecast.ttft_ms / 1000)
         if isinstance(verdict, Admit):
             return

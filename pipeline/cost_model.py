@@ -56,7 +56,8 @@ def prefill_ms(costs: StepCosts, num_new: int, num_cached: int = 0, *, num_steps
     Args:
         num_steps: in how many chunks.
     """
-    squares = chunk_squares(num_cached, num_cached + num_new)
+    end = num_cached + num_new
+    squares = end * end - num_cached * num_cached
     return prefill_step_ms(costs, num_new, squares, num_steps=num_steps)
 
 

@@ -40,6 +40,8 @@ UNSEEN_TOKENS = 512.0  # of an answer, that room is kept for, where no pace says
 def level_ms(waits_ms: Sequence[float], queued_ms: float) -> float:
     """When the first worker is free after ``queued_ms`` of work was shared out: infinite when no
     worker is."""
+    if not queued_ms:
+        return min(waits_ms, default=math.inf)
     free = sorted(wait for wait in waits_ms if math.isfinite(wait))
     if not free:
         return math.inf

@@ -223,7 +223,8 @@ class PoolTable:
 
     def add(self, name: str, row: int, amount: float) -> None:
         """Change one cell by ``amount``."""
-        self._data[_INDEX[name], row] += amount
+        place = _INDEX[name]
+        self._data[place, row] = self._data.item(place, row) + amount
 
     def set(self, name: str, row: int, value: float) -> None:
         """Change one cell."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, islice
+from typing import NamedTuple
 
 from infra.metrics import Metrics
 from pipeline.fleet import Fleet, Layout
@@ -18,10 +19,18 @@ from pipeline.prefix_walk import NOBODY, Found, Roll
 from pipeline.radix_index import RadixIndex
 from schemas.requests import RequestRecord
 
-_MAX_READERS = 1024  # models and layouts; those that are gone may be among them
+_MAX_MODELS = 256  # those that are gone may be among them
 
 # The prefix hashes of a record's prompt in runs, for a block size and a salt.
 RunsOf = Callable[[RequestRecord, int, bytes], Iterable[Sequence[bytes]]]
+
+
+class _Readers(NamedTuple):
+    """Whom to ask about, of one model."""
+
+    roll: Roll  # of the index, when this was made
+    workers: Mapping[str, Layout]  # of the fleet, then
+    layouts: tuple[tuple[str, int, int], ...]  # fingerprint, block size, who has it as bits
 
 
 class Prefixes:
@@ -42,8 +51,7 @@ class Prefixes:
         self._misses = metrics.kv_index_lookups.labels("miss")
         self._memo = HashMemo()
         self._runs_of = runs_of or self._remembered
-        # By model and layout, until somebody comes or goes: whom to ask about, as bits.
-        self._readers: dict[tuple[str, Layout], tuple[Roll, Mapping[str, Layout], int]] = {}
+        self._readers: dict[str, _Readers] = {}  # by model, until somebody comes or goes
 
     @property
     def is_empty(self) -> bool:
@@ -61,32 +69,32 @@ class Prefixes:
         found = NOBODY
         if self.is_empty or record.sampling.prompt_logprobs is not None:
             return found
-        for layout in self._fleet.distinct_layouts(record.served):
-            if layout[1] > 0:
-                found = found.joined(self._lookup(record, layout))
+        for fingerprint, block_size, readers in self._readers_of(record.served).layouts:
+            salt = request_salt(record, fingerprint)
+            found = found.joined(self._lookup(record, block_size, salt, readers))
         (self._hits if found else self._misses).inc()
         return found
 
-    def _lookup(self, record: RequestRecord, layout: Layout) -> Found:
-        fingerprint, block_size = layout
-        salt = request_salt(record, fingerprint)
-        readers = self._bits_of(record.served, layout)
+    def _lookup(self, record: RequestRecord, block_size: int, salt: bytes, readers: int) -> Found:
         found = self._index.lookup_runs(self._runs_of(record, block_size, salt), readers)
         if found and self._index.is_crowded:
             runs = self._runs_of(record, block_size, salt)
             self._index.touch(list(islice(chain.from_iterable(runs), found.most)))
         return found
 
-    def _bits_of(self, served: str, layout: Layout) -> int:
-        """The workers of ``served`` that have this layout, in the index's roll."""
-        roll, layouts = self._index.roll, self._fleet.layouts(served)
-        known = self._readers.get((served, layout))
-        if known is None or known[0] is not roll or known[1] is not layouts:
-            if len(self._readers) > _MAX_READERS:
+    def _readers_of(self, served: str) -> _Readers:
+        roll, workers = self._index.roll, self._fleet.layouts(served)
+        known = self._readers.get(served)
+        if known is None or known.roll is not roll or known.workers is not workers:
+            if len(self._readers) > _MAX_MODELS:
                 self._readers.clear()
-            bits = roll.bits(worker for worker, its in layouts.items() if its == layout)
-            known = self._readers[served, layout] = (roll, layouts, bits)
-        return known[2]
+            layouts = tuple(
+                (*layout, roll.bits(worker for worker, its in workers.items() if its == layout))
+                for layout in self._fleet.distinct_layouts(served)
+                if layout[1] > 0
+            )
+            known = self._readers[served] = _Readers(roll, workers, layouts)
+        return known
 
     def _remembered(
         self, record: RequestRecord, block_size: int, salt: bytes

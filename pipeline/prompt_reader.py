@@ -62,7 +62,8 @@ class PromptReader:
         check_priority(request.priority)
         if len(request.reader_note) > MAX_READER_NOTE_BYTES:
             raise InvalidRequest(f"over {MAX_READER_NOTE_BYTES} bytes", param="reader_note")
-        await self._formats.check(request.sampling.response_format)
+        if request.sampling.response_format is not None:
+            await self._formats.check(request.sampling.response_format)
         ids = await self._tokenize(request, card)
         limit = SequenceLimit.of(card, self._held_of(card.served))
         prompt_field = "prompt" if request.messages is None else "messages"
