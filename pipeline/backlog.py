@@ -139,7 +139,10 @@ class Backlog:
             self._queues[claim.served].note_claim(self._clock())
 
     def _queue(self, served: str) -> Queue:
-        return self._queues.setdefault(served, Queue())
+        found = self._queues.get(served)
+        if found is None:
+            found = self._queues[served] = Queue()
+        return found
 
     async def _ask(self, served: str) -> int:
         everyone = subjects.prefill(served, subjects.ANY).removesuffix(subjects.ANY) + "*"

@@ -9,8 +9,10 @@ from pathlib import Path
 import msgspec
 
 from pipeline.limits import SequenceLimit, check_priority, check_sampling, check_token_ids
+from pipeline.prefix_hash import ID_BYTES
 from pipeline.response_format import FormatChecks
 from pipeline.tokenizing import ChatTokenizer
+from schemas.codec import pack_ids
 from schemas.errors import ContextTooLong, InvalidRequest
 from schemas.models import ModelCard
 from schemas.requests import MAX_READER_NOTE_BYTES, InferenceRequest, SamplingParams
@@ -22,8 +24,13 @@ _LONG_TEXT_TOKENS = 500
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """A request as its model sees it."""
 
-    ids: list[int]
+    packed_ids: bytes  # as its record carries them: see schemas.codec.pack_ids
     sampling: SamplingParams  # seed and max_tokens set
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the prompt."""
+        return len(self.packed_ids) // ID_BYTES
 
 
 class PromptReader:
@@ -67,7 +74,8 @@ class PromptReader:
         ids = await self._tokenize(request, card)
         limit = SequenceLimit.of(card, self._held_of(card.served))
         prompt_field = "prompt" if request.messages is None else "messages"
-        return Prompt(ids=ids, sampling=limit.resolve(request.sampling, len(ids), prompt_field))
+        sampling = limit.resolve(request.sampling, len(ids) // ID_BYTES, prompt_field)
+        return Prompt(packed_ids=ids, sampling=sampling)
 
     async def text_of(self, ids: list[int], card: ModelCard) -> str:
         """The text of a prompt."""
@@ -76,7 +84,7 @@ class PromptReader:
             return tokenizer.decode(ids)
         return await asyncio.to_thread(tokenizer.decode, ids)
 
-    async def _tokenize(self, request: InferenceRequest, card: ModelCard) -> list[int]:
+    async def _tokenize(self, request: InferenceRequest, card: ModelCard) -> bytes:
         tokenizer = await self.tokenizer_of(card)
         if (request.messages is None) == (request.prompt is None):
             raise InvalidRequest("give either messages or prompt", param="messages")
@@ -87,7 +95,7 @@ class PromptReader:
             ids = await _encode(tokenizer, request.prompt, card, add_special=True)
         else:
             check_token_ids("prompt", request.prompt or (), card.vocab_size)
-            ids = list(request.prompt or ())
+            ids = pack_ids(request.prompt or ())
         if not ids:
             raise InvalidRequest("the prompt is empty", param="prompt")
         sampling = request.sampling
@@ -98,7 +106,7 @@ class PromptReader:
 
 async def _encode(
     tokenizer: ChatTokenizer, text: str, card: ModelCard, *, add_special: bool
-) -> list[int]:
+) -> bytes:
     least = tokenizer.least_num_tokens(text)
     if least > card.context_length:
         raise ContextTooLong(

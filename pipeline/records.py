@@ -8,7 +8,6 @@ from pipeline.prefix_hash import ID_BYTES
 from pipeline.prompt_reader import Prompt
 from pipeline.stage import Outgoing
 from schemas import subjects
-from schemas.codec import pack_ids
 from schemas.models import ModelCard
 from schemas.prefill import PrefillTask
 from schemas.requests import InferenceRequest, RequestRecord, Slo
@@ -35,7 +34,7 @@ def record_of(
         model=card.name,
         revision=card.revision,
         served=card.served,
-        prompt_ids=pack_ids(prompt.ids),
+        prompt_ids=prompt.packed_ids,
         sampling=sampling,
         reader=reader,
         admitted_unix_ms=admitted_unix_ms,
@@ -44,7 +43,7 @@ def record_of(
         priority=request.priority,
         label=request.label[:_MAX_LABEL],
         cache_salt=request.cache_salt,
-        cost=quadratic_cost(len(prompt.ids), (sampling.max_tokens or 0) * sampling.n),
+        cost=quadratic_cost(prompt.num_tokens, (sampling.max_tokens or 0) * sampling.n),
         reader_note=request.reader_note,
         slo=slo,
     )

@@ -18,7 +18,7 @@ from pipeline.limits import check_token_ids
 from pipeline.registry import Registry
 from pipeline.tokenizing import ChatTokenizer
 from schemas import subjects
-from schemas.codec import decode, encode, pack_ids, unpack_ids
+from schemas.codec import decode, encode, unpack_ids
 from schemas.errors import (
     InvalidRequest,
     MeshError,
@@ -149,7 +149,7 @@ def _tokenized(question: Tokenize, card: ModelCard, tokenizer: ChatTokenizer) ->
     if question.add_special_tokens is not None:
         adds = question.add_special_tokens
     ids = tokenizer.encode(text, add_special=adds)
-    return Tokenized(ids=pack_ids(ids), max_model_len=card.context_length)
+    return Tokenized(ids=ids, max_model_len=card.context_length)
 
 
 def _detokenized(question: Detokenize, card: ModelCard, tokenizer: ChatTokenizer) -> Detokenized:

@@ -108,7 +108,8 @@ async def test_a_conversation_is_what_a_request_would_be(
     messages = (ChatMessage(role="user", content="Hi"),)
     rendered = tokenizer.render_chat(messages)
     assert rendered.endswith("assistant\n")
-    assert await ids_of(client, messages=messages) == tokenizer.encode(rendered, add_special=False)
+    expected = unpack_ids(tokenizer.encode(rendered, add_special=False))
+    assert await ids_of(client, messages=messages) == expected
     without = await ids_of(client, messages=messages, add_generation_prompt=False)
     assert tokenizer.decode(without, skip_special=False) == rendered.removesuffix(
         "<|im_start|>assistant\n"
@@ -140,7 +141,7 @@ async def test_refusals_come_back_as_errors(
 
 
 async def test_what_is_too_large_is_said(
-    client: TokenizerClient, bus: Bus, monkeypatch: pytest.MonkeyPatch
+    client: TokenizerClient, bus: Bus, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A text over the limit is refused, and so are questions and answers that the bus can't carry:
     the one here, the other by control."""
@@ -149,7 +150,7 @@ async def test_what_is_too_large_is_said(
     assert caught.value.param == "prompt"
     with pytest.raises(PayloadTooLarge):
         await client.ask(Tokenize(model="tiny", prompt="x" * bus.max_payload))
-    monkeypatch.setattr(tokenize_service, "pack_ids", lambda ids: bytes(bus.max_payload))
+    monkeypatch.setattr(tokenizer, "encode", lambda text, add_special: bytes(bus.max_payload))
     with pytest.raises(PayloadTooLarge):
         await client.ask(Tokenize(model="tiny", prompt="x"))
 
@@ -175,7 +176,7 @@ async def test_several_control_processes_share_the_questions(
             super().__init__(tokenizer.folder)
             self.name = name
 
-        def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+        def encode(self, text: str, *, add_special: bool = True) -> bytes:
             answered[self.name] = answered.get(self.name, 0) + 1
             return super().encode(text, add_special=add_special)
 
@@ -186,7 +187,7 @@ async def test_several_control_processes_share_the_questions(
         answered.clear()
         client = TokenizerClient(await connect("bridge"), 5.0)
         for _ in range(40):
-            assert await ids_of(client, prompt="x") == tokenizer.encode("x")
+            assert await ids_of(client, prompt="x") == unpack_ids(tokenizer.encode("x"))
     assert sum(answered.values()) == 40
     assert len(answered) == 2
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, pre_tokenizers, processors
 
 from pipeline.word_tokens import _MAX_SHORTS, _MAX_WORDS, WordTokens
+from schemas.codec import pack_ids
 from tests.tiny_tokenizer import tiny_tokenizer
 
 # What the pattern treats differently, and the beginnings of added tokens.
@@ -48,7 +49,7 @@ def test_ids_are_those_of_the_library(name: str, pieces: list[str]) -> None:
     """Asked again and again, while words are learned and when all are known."""
     tokenizer, words, text = KINDS[name], WORDS[name], "".join(pieces)
     assert words is not None
-    expected = tokenizer.encode(text, add_special_tokens=False).ids
+    expected = pack_ids(tokenizer.encode(text, add_special_tokens=False).ids)
     answers = [words.encode(text) for _ in range(20)]
     assert all(ids in (None, expected) for ids in answers)
     if max(map(len, text.split()), default=0) < 64:
@@ -61,7 +62,7 @@ def test_what_is_not_plain_is_left_to_the_library(text: str) -> None:
     for name, tokenizer in KINDS.items():
         words = WORDS[name]
         assert words is not None
-        expected = tokenizer.encode(text, add_special_tokens=False).ids
+        expected = pack_ids(tokenizer.encode(text, add_special_tokens=False).ids)
         assert words.encode(text) in (None, expected)
     assert words.encode("é") is None
 
@@ -99,10 +100,10 @@ def test_the_table_of_words_is_bounded() -> None:
     tokenizer = tiny_tokenizer()
     words = words_of(tokenizer)
     assert words is not None
-    words._known |= {f" {number}": [0] for number in range(_MAX_WORDS + 1)}
+    words._known |= {f" {number}": bytes(4) for number in range(_MAX_WORDS + 1)}
     assert words.encode("unheard of") is None
     assert len(words._known) == 0
-    assert words.encode("unheard of") == tokenizer.encode("unheard of").ids
+    assert words.encode("unheard of") == pack_ids(tokenizer.encode("unheard of").ids)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -115,7 +116,7 @@ def test_pieces_have_the_ids_that_they_have_within_the_text(name: str, text: str
     assert words is not None
     for beside in ("a b c", " 1 2", "'s b", "a\nb", " "):
         words.encode(beside)
-    expected = KINDS[name].encode(text, add_special_tokens=False).ids
+    expected = pack_ids(KINDS[name].encode(text, add_special_tokens=False).ids)
     assert [words.encode(text) for _ in range(2)] == [expected, expected]
 
 
@@ -124,11 +125,11 @@ def test_the_tables_of_pieces_are_bounded() -> None:
     tokenizer = tiny_tokenizer()
     words = words_of(tokenizer)
     assert words is not None
-    words._pieces |= {f"{number}": [0] for number in range(_MAX_WORDS + 1)}
-    words._shorts |= {f"{number}\n": [0] for number in range(_MAX_SHORTS + 1)}
+    words._pieces |= {f"{number}": bytes(4) for number in range(_MAX_WORDS + 1)}
+    words._shorts |= {f"{number}\n": bytes(4) for number in range(_MAX_SHORTS + 1)}
     assert words.encode("unheard of") is None
     for text in ("unheard of", " of", "of\n"):
-        assert words.encode(text) == tokenizer.encode(text).ids
+        assert words.encode(text) == pack_ids(tokenizer.encode(text).ids)
     assert set(words._firsts) == {"", "unheard"}
     assert set(words._pieces) == {"of"}
     assert set(words._shorts) == {"of\n"}
@@ -143,11 +144,11 @@ def test_a_new_piece_does_not_have_the_rest_cut_up(monkeypatch: pytest.MonkeyPat
     asked: list[set[str]] = []
     learn = words._learn
 
-    def noted(new: Iterable[str], known: dict[str, list[int]]) -> bool:
+    def noted(new: Iterable[str], known: dict[str, bytes]) -> bool:
         asked.append(set(new))
         return learn(asked[-1], known)
 
     monkeypatch.setattr(words, "_learn", noted)
     text = "user\nAll words of the prompt"
-    assert words.encode(text) == tokenizer.encode(text).ids
+    assert words.encode(text) == pack_ids(tokenizer.encode(text).ids)
     assert asked == [{"user", "\n", "All", " the"}]
