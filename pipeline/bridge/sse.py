@@ -98,15 +98,14 @@ class Events(ABC):
             if choice != running:
                 parts.append(self._run(running, texts))
                 running, texts = choice, []
-            if self._runs[choice] and delta.finish_reason is None and delta.logprobs is None:
-                if delta.sizes:
-                    texts += [_encode(text) for text in delta.texts() if text]
-                elif delta.text:
-                    texts.append(_encode(delta.text))
+            if self._runs[choice] and delta.logprobs is None:
+                texts += _encoded(delta)
+                if delta.finish_reason is None:
+                    continue
+                parts += (self._run(choice, texts), self._close(choice, delta.finish_reason))
             else:
-                parts.append(self._run(choice, texts))
-                parts += [self._any_delta(choice, one) for one in delta.split()]
-                texts = []
+                parts += (self._run(choice, texts), self._any_delta(choice, delta))
+            texts = []
         last = self._run(running, texts)
         return b"".join((*parts, last)) if parts else last
 
@@ -123,15 +122,20 @@ class Events(ABC):
         if self._finished[choice]:
             return b""
         parts = [self._open(choice, delta.prompt_logprobs or ())]
-        if self.form.continuous_usage and self.form.counts_tokens:
-            self._count(len(delta.ids))
         if self._runs[choice] and not delta.logprobs:
-            parts.append(self._run(choice, [_encode(delta.text)] if delta.text else ()))
-        elif delta.text or delta.logprobs:
-            parts.append(self._event(self._text(choice, delta)))
+            parts.append(self._run(choice, _encoded(delta)))
+        else:
+            parts += [self._any_token(choice, one) for one in delta.split()]
         if delta.finish_reason is not None:
             parts.append(self._close(choice, delta.finish_reason))
         return b"".join(parts)
+
+    def _any_token(self, choice: int, delta: TokenDelta) -> bytes:
+        if self.form.continuous_usage and self.form.counts_tokens:
+            self._count(len(delta.ids))
+        if not (delta.text or delta.logprobs):
+            return b""
+        return self._event(self._text(choice, delta))
 
     def _open(self, choice: int, prompt: Sequence[TokenLogprob] = ()) -> bytes:
         if self._heads[choice]:
@@ -211,6 +215,13 @@ class Events(ABC):
 
     @abstractmethod
     def _last(self, usage: UsageBlock) -> msgspec.Struct: ...
+
+
+def _encoded(delta: TokenDelta) -> list[bytes]:
+    """The texts of its tokens as JSON, those that add some."""
+    if not delta.sizes:
+        return [_encode(delta.text)] if delta.text else []
+    return [_encode(text) for text in delta.texts() if text]
 
 
 class ChatEvents(Events):
