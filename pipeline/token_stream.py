@@ -78,6 +78,7 @@ class TokenStream:
         self._take_now: Callable[[Sequence[TokenDelta]], bool] | None = None
         self._failure: Exception | None = None  # of ``_take_now``
         self._has_begun = False  # a token was shown
+        self._was_put_off = False  # its last tokens were, by a round
         self._alarm: asyncio.TimerHandle | None = None  # at the deadline
 
     @property
@@ -231,9 +232,18 @@ class TokenStream:
             self._has_begun = True
             self._hand_on()
         elif not num_before:  # else whoever reads has been told, or will be in a round
-            self._hub.wakes.add(self._hand_on)
+            self._hub.wakes.add(self._in_round)
         if num_ready > self._max_ready and self._held is None:
             self._overflow()
+
+    def _in_round(self) -> None:
+        """The last tokens wait for one more round: as a rule the end is there then, and what
+        would be two writes is one."""
+        if not self._was_put_off and self._ready and self._ready[-1].finish_reason is not None:
+            self._was_put_off = True
+            self._hub.wakes.add(self._in_round)
+        else:
+            self._hand_on()
 
     def _hand_on(self) -> None:
         """What is ready, to whoever follows, or to who waits."""

@@ -9,7 +9,8 @@ in rounds, and after each round there is a rest of ``REST`` times what it took::
 
 So writing takes an eighth of the time of a process at most, until rests are ``LONGEST_S`` long: no
 token waits longer than that. An engine's steps are longer, as a rule, than the rest after a few
-streams, and nothing waits. A first token never does, nor an end.
+streams, and nothing waits. A first token never does, nor an end; an answer's last tokens may wait
+for two rests, so that its end leaves with them.
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ class Wakes:
     def add(self, wake: Wake) -> None:
         """Call ``wake`` in the next round; it is to set something that a task waits for."""
         self._ripe[wake] = None
-        if self._is_due:
-            return
+        if not self._is_due:
+            self._set()
+
+    def _set(self) -> None:
         self._is_due = True
         loop = asyncio.get_running_loop()
         if loop.time() >= self._next_s:
@@ -46,14 +49,18 @@ class Wakes:
             loop.call_at(self._next_s, self._wake_all)
 
     def _wake_all(self) -> None:
-        self._is_due = False
         ripe, self._ripe = self._ripe, {}
         self._began_s = time.perf_counter()
-        for wake in ripe:
-            wake()
-        asyncio.get_running_loop().call_soon(self._rest)  # behind all tasks that were woken
+        try:
+            for wake in ripe:
+                wake()
+        finally:  # behind all tasks that were woken
+            asyncio.get_running_loop().call_soon(self._rest)
 
     def _rest(self) -> None:
         took_s = time.perf_counter() - self._began_s
         loop = asyncio.get_running_loop()
         self._next_s = loop.time() + min(REST * took_s, LONGEST_S)
+        self._is_due = False
+        if self._ripe:  # added in the round, for the next one
+            self._set()

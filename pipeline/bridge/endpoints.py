@@ -278,11 +278,15 @@ class Generator:
     async def _whole(self, call: Call, about: Identity, generation: Generation) -> None:
         gathered = Gathered(generation.echoes)
 
-        async def gather(first: int, deltas: Sequence[TokenDelta]) -> None:
+        def take(first: int, deltas: Sequence[TokenDelta]) -> bool:
             for delta in deltas:
                 gathered.add(first + delta.index, delta)
+            return True
 
-        await generation.run(gather)
+        async def sink(first: int, deltas: Sequence[TokenDelta]) -> None:
+            take(first, deltas)
+
+        await generation.run(sink, take)
         settle(call, generation, None)  # so that the answer's headers say what is left
         answer = self._endpoint.whole(gathered, about, generation.reasons, generation.usage)
         await call.respond(200, answer)

@@ -71,3 +71,22 @@ async def test_a_rest_is_in_proportion_and_bounded(monkeypatch):
         monkeypatch.undo()
         assert abs(wakes._next_s - 1000.0 - rest_s) < 1e-9
         assert reader.count == 0
+
+
+async def test_what_is_added_in_a_round_comes_in_the_next_one():
+    """After the rest, by itself; a wake that fails stops no later round."""
+    wakes, reader = Wakes(), Rounds()
+
+    def add():
+        wakes.add(reader.wake)
+        raise ArithmeticError("a bug")
+
+    heard = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: heard.append(context["exception"]))
+    wakes.add(add)
+    await asyncio.sleep(0)
+    assert reader.count == 0
+    await reader.wait()
+    assert reader.count == 1
+    assert [type(error) for error in heard] == [ArithmeticError]
