@@ -88,7 +88,7 @@ class VirtualEngine:
     def reserve(self, num_tokens: int) -> bool:
         """Blocks for so many tokens, to be filled from outside; False: no room now."""
         count = self._holdings.blocks_for(num_tokens)
-        if count > self.pool.num_available - self._num_promised():
+        if count > self.pool.num_available - self._num_owed():
             return False
         self._num_reserved += count
         self._num_arriving += 1
@@ -183,11 +183,14 @@ class VirtualEngine:
         return self.batch.next_run(now_s, self.batch.num_steps_within(room, most))
 
     def _allocate_steps(self, plan: _Plan, num_steps: int) -> None:
+        """Blocks for so many steps; those of one that was cut off before it began go back."""
         missing = self.batch.blocks_needed(num_steps) - plan.num_allocated
-        if missing > 0:
+        plan.num_allocated += missing
+        if missing < 0:
+            self.pool.free(-missing)
+        elif missing:
             has_room = self.pool.allocate(missing)
             assert has_room, "room was counted before"
-            plan.num_allocated += missing
 
     def _plan_decodes(self, plan: _Plan) -> None:
         """All who decode get what the next step takes, the youngest's blocks if need be."""
@@ -387,10 +390,18 @@ class VirtualEngine:
 
     def _num_promised(self) -> int:
         """Blocks that prompts half computed still need."""
-        return sum(
-            max(0, self._holdings.blocks_for(one.num_tokens) - one.num_blocks)
-            for one in self.prefilling
-        )
+        return sum(self._num_wanted(one) for one in self.prefilling)
+
+    def _num_owed(self) -> int:
+        """Blocks that are not for KV from outside: those promised, and what those in line need
+        that have begun before, preempted most of them, or are next."""
+        first = [one for one in self.waiting[:1] if one.num_cached < 0]
+        begun = [one for one in self.waiting if one.num_cached >= 0]
+        return self._num_promised() + sum(self._num_wanted(one) for one in first + begun)
+
+    def _num_wanted(self, sequence: Sequence) -> int:
+        """Blocks that it needs beside those it has."""
+        return max(0, self._holdings.blocks_for(sequence.num_tokens) - sequence.num_blocks)
 
     def _owners(self) -> Iterator[Sequence]:
         return chain(self.waiting, self.prefilling, self.held, self.batch)

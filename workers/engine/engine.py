@@ -155,7 +155,8 @@ class Engine:
         self.scheduler.adopt(sequence)
 
     def reserve(self, key: str, num_tokens: int) -> tuple[int, ...] | None:
-        """Blocks for ``num_tokens`` tokens, to be filled from outside; None: no room now.
+        """Blocks for ``num_tokens`` tokens, to be filled from outside; None: no room now, beside
+        what sequences in line are owed.
 
         Raises:
             NoCapacity: the pool is smaller than that.
@@ -166,7 +167,7 @@ class Engine:
         count = num_blocks_for(num_tokens, self.info.block_size)
         if count > self.blocks.num_blocks:
             raise NoCapacity(f"needs {count} blocks, the pool has {self.blocks.num_blocks}")
-        if count > self.blocks.num_available - self.scheduler.num_promised():
+        if count > self.blocks.num_available - self.scheduler.num_owed():
             return None
         blocks = self.blocks.allocate(count)
         assert blocks is not None, "room was counted before"

@@ -9,7 +9,9 @@ that overtakes goes before a prompt of another that is half computed, too, where
 both, and a step that ends its prompt takes no prompt behind it along. When the pool is out, the
 youngest owner of blocks gives its up (its tokens stay, their KV is computed again later, from the
 prefix cache where that still has it) and waits in its old place in line; so the oldest always gets
-on, and the pool is large enough for it, since ``Engine.add`` refused it otherwise.
+on, and the pool is large enough for it, since ``Engine.add`` refused it otherwise. KV that arrives
+from outside has no place in line before it is there: it gets the room that is left when those who
+had begun, and the first in line, have theirs; else it would take each block that comes free.
 
 What the host tier has of a sequence is brought into the pool before it starts, and for those next
 in line before their turn; the head waits for that as it waits for room, and others run meanwhile.
@@ -146,6 +148,15 @@ class Scheduler:
     def num_promised(self) -> int:
         """Slots that running sequences still need for tokens they have: prompts half computed."""
         return sum(max(0, self._num_missing(sequence)) for sequence in self.running)
+
+    def num_owed(self) -> int:
+        """Slots that are not for KV from outside: those promised, and what those in line need that
+        have begun before, preempted most of them, or are next."""
+        owed = self.num_promised()
+        for place, sequence in enumerate(self.waiting):
+            if place == 0 or sequence.group.has_started:
+                owed += max(0, self._num_missing(sequence) - self._num_to_fork(sequence))
+        return owed
 
     def complete(self, batch: Seq[Sequence]) -> None:
         """What the step planned for these was computed."""
@@ -358,6 +369,13 @@ class Scheduler:
     def _num_missing(self, sequence: Sequence) -> int:
         needed = num_blocks_for(len(sequence.token_ids), self.pool.block_size)
         return needed - len(sequence.block_table)
+
+    def _num_to_fork(self, sequence: Sequence) -> int:
+        """Blocks that it will share with its root, when it starts."""
+        root = sequence.group.root
+        if root is None or sequence.is_root or sequence.block_table:
+            return 0
+        return root.num_computed_tokens // self.pool.block_size
 
 
 def _run(sequence: Sequence, block_size: int) -> Run:

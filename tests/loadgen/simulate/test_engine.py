@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from random import Random
 from statistics import fmean
 
@@ -9,7 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.loadgen.simulate.truth import Job, Times, run_real, run_virtual
+from loadgen.simulate.engine import VirtualEngine
+from loadgen.simulate.holdings import EngineSpec
+from loadgen.simulate.sequence import Sequence
+from tests.loadgen.simulate.truth import (
+    BLOCKS_PER_PIECE,
+    COSTS,
+    Job,
+    Times,
+    run_real,
+    run_virtual,
+)
+from tests.workers.engine.simulated_engines import BLOCK_SIZE
 
 _EXACT = 1e-9
 
@@ -43,6 +55,30 @@ def _some_jobs(seed: int, number: int, *, pieces: int) -> list[Job]:
         for _ in range(number)
     ]
     return sorted(jobs, key=lambda job: job.due_s)
+
+
+def small_engine(num_blocks: int) -> VirtualEngine:
+    return VirtualEngine(
+        EngineSpec(
+            costs=COSTS,
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            blocks_per_piece=BLOCKS_PER_PIECE,
+            max_num_sequences=8,
+            max_batch_tokens=48,
+        )
+    )
+
+
+def a_sequence(age: int, *, num_prompt: int, num_output: int) -> Sequence:
+    return Sequence(
+        key=str(age),
+        age=age,
+        pieces=(b"prompt %d" % age,),
+        num_prompt=num_prompt,
+        num_output=num_output,
+        holds=False,
+    )
 
 
 def _mean_ttft_s(times: Times, jobs: list[Job]) -> float:
@@ -103,3 +139,45 @@ def test_a_full_cache_serves_as_the_real_one_does() -> None:
         assert sum(real_cached.values()) > 0.05 * tokens, "nothing was found"
     assert fmean(found) == pytest.approx(0.0, abs=0.05)
     assert fmean(firsts) == pytest.approx(1.0, abs=0.1)
+
+
+def test_kv_that_keeps_arriving_does_not_starve_who_was_preempted() -> None:
+    """As in the real engine: a preempted sequence gets the blocks that come free, however often KV
+    from outside asks for them first; some of that arrives all the same."""
+    engine = small_engine(num_blocks=12)
+    for age in range(2):
+        engine.enqueue(a_sequence(age, num_prompt=11, num_output=30))
+    now_s, ends, arrivals = 0.0, {}, deque[tuple[int, int]]()
+    for step in range(300):
+        if engine.reserve(BLOCK_SIZE):
+            arrivals.append((step + 16, 2 + step))
+        while arrivals and arrivals[0][0] <= step:
+            _, age = arrivals.popleft()
+            arrived = a_sequence(age, num_prompt=BLOCK_SIZE, num_output=3)
+            arrived.num_tokens += 1
+            engine.adopt(arrived, BLOCK_SIZE)
+        if engine.start(now_s) is not None:
+            now_s = engine.cut(now_s + 1e-6)  # a step, not the whole run
+            ends |= {sequence.age: step for sequence in engine.finish().ended}
+        engine.check_invariants()
+    assert engine.num_preemptions > 0, "nothing was tried"
+    assert ends[0] < 40, ends
+    assert ends[1] < 80, ends
+    assert len(ends) > 10, ends
+
+
+def test_a_run_that_is_cut_as_it_begins_takes_no_blocks() -> None:
+    """Who comes at the very moment at which a run begins is there before its first step: what that
+    had got for its tokens goes back."""
+    engine = small_engine(num_blocks=12)
+    engine.enqueue(a_sequence(0, num_prompt=BLOCK_SIZE, num_output=9))
+    now_s = engine.start(0.0)
+    assert now_s is not None
+    engine.finish()
+    num_free = engine.pool.num_available
+    engine.start(now_s)
+    assert engine.pool.num_available == num_free - 1, "a token of a new block"
+    assert engine.cut(now_s) == now_s
+    engine.finish()
+    engine.check_invariants()
+    assert engine.pool.num_available == num_free

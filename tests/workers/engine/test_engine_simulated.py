@@ -242,6 +242,30 @@ def test_load_counts_who_is_on_its_way_with_its_kv() -> None:
         assert (load.num_running, load.context_tokens) == (0, 0)
 
 
+def test_kv_that_keeps_arriving_does_not_starve_who_was_preempted() -> None:
+    """A preempted sequence gets the blocks that come free, however many reservations ask for them
+    first; when it runs again, KV from outside has its room again."""
+    engine = make_engine(12)
+    with engines(engine):
+        for key in ("old", "young"):
+            engine.add(request_of(key, tuple(range(30, 41)), max_tokens=30, ignore_eos=True))
+        while engine.scheduler.num_preemptions == 0:
+            engine.step()
+        ends: dict[str, int] = {}
+        arrivals: list[int] = []
+        for number in range(120):
+            engine.release(f"arrival {number - 8}")  # its copy failed, or it ended elsewhere
+            if engine.reserve(f"arrival {number}", BLOCK_SIZE) is not None:
+                arrivals.append(number)
+            if engine.has_work():
+                ends |= {finished.key: number for finished in engine.step().finished}
+            engine.check_invariants()
+        assert list(ends) == ["old", "young"]
+        assert any(ends["old"] < number < ends["young"] for number in arrivals)
+        for number in arrivals[-8:]:
+            engine.release(f"arrival {number}")
+
+
 def test_load_tells_how_long_what_waits_will_take() -> None:
     """By its own costs: every prompt that waits or is half computed, as far as it must be computed,
     and the base once per step; contexts are those of what decodes."""

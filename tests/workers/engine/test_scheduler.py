@@ -145,6 +145,44 @@ def test_room_promised_to_a_running_prompt_is_known() -> None:
     assert bench.scheduler.num_promised() == 2
 
 
+def test_room_owed_to_who_was_preempted_and_who_is_next_is_known() -> None:
+    """KV from outside must leave alone what a preempted sequence needs to go on and what the first
+    in line needs to start, but not what others further back need."""
+    bench = Bench(6)
+    bench.add(7)
+    bench.add(7)
+    for _ in range(3):
+        bench.step()
+    assert [one.group.key for one in bench.scheduler.running] == ["0", "1"]
+    bench.add(11)
+    bench.add(3)
+    assert bench.scheduler.num_owed() == 3, "who is next"
+    while bench.scheduler.num_preemptions == 0:
+        bench.step()
+    young = bench.scheduler.waiting[0]
+    assert (young.group.key, len(young.token_ids)) == ("1", 13)
+    assert bench.scheduler.num_owed() == 4, "who was preempted, and is next now"
+    bench.scheduler.enqueue(bench.scheduler.waiting.pop(1))
+    bench.scheduler.waiting[-1].group.has_started = True
+    assert bench.scheduler.num_owed() == 5, "whoever had begun, wherever it stands"
+
+
+def test_what_a_fork_shares_is_not_owed_to_it() -> None:
+    """Choices of a root that is computed need no room for the prompt's full blocks."""
+    bench = Bench(16)
+    group = Group(key="a", place=0, sampling=SamplingParams(), salt=b"", num_unstarted=2)
+    root = Sequence(group=group, index=ROOT, token_ids=list(range(9)), num_prompt_tokens=9)
+    choices = [
+        Sequence(group=group, index=index, token_ids=list(range(9)), num_prompt_tokens=9)
+        for index in range(2)
+    ]
+    group.root, group.pending = root, list(choices)
+    bench.scheduler.enqueue(root)
+    bench.step()
+    assert bench.scheduler.waiting == choices
+    assert bench.scheduler.num_owed() == 2
+
+
 def test_the_youngest_makes_room_and_keeps_its_tokens() -> None:
     """Out of blocks, the youngest is preempted; it computes again later, from its old place."""
     bench = Bench(4)
