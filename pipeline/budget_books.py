@@ -216,14 +216,13 @@ class Books:
 
     def forget(self, now_s: float) -> int:
         """Drop what was charged over ``MAX_AGE_S`` ago; how many those were."""
-        old = []
-        for request_id, served in self._served.items():
-            if now_s - self._pools[served].charges[request_id].charged_s <= MAX_AGE_S:
+        num_before = len(self)
+        while self._served:
+            oldest, served = next(iter(self._served.items()))
+            if now_s - self._pools[served].charges[oldest].charged_s <= MAX_AGE_S:
                 break
-            old.append(request_id)
-        for request_id in old:
-            self.settle(request_id)
-        return len(old)
+            self.settle(oldest)
+        return num_before - len(self)
 
     def ahead(self, served: str, tenant: str, priority: int, own_ms: float) -> Ahead:
         """Prefill work that no worker has yet and that a new request would stand behind.

@@ -318,7 +318,7 @@ def _ticket(ask: Ask, forecast: Forecast) -> Ticket:
     return Ticket(
         request_id=ask.request_id,
         served=ask.served,
-        num_uncached=ask.num_prompt - max(ask.num_cached.values(), default=0),
+        num_uncached=ask.num_prompt - (max(ask.num_cached.values()) if ask.num_cached else 0),
         expected_tokens=forecast.expected_tokens(ask.served, ask.max_tokens),
         arrived_s=ask.since_s,
         tenant=ask.tenant,

@@ -116,4 +116,7 @@ async def _encode(
         )
     if len(text) < _LONG_TEXT_CHARS:
         return tokenizer.encode(text, add_special=add_special)
+    known = tokenizer.encode_known(text)  # another thread would take the lock for as long
+    if known is not None:
+        return known
     return await asyncio.to_thread(tokenizer.encode, text, add_special=add_special)

@@ -84,12 +84,17 @@ class ChatTokenizer:
     def encode(self, text: str, *, add_special: bool = True) -> bytes:
         """Token ids of text, packed as they travel (see :func:`schemas.codec.pack_ids`);
         ``add_special``: with those that the tokenizer itself adds."""
-        known = None if self._words is None else self._words.encode(text)
+        known = self.encode_known(text)
         if known is not None:
             return known
         # As ``encode``, without the place of each token in the text: a quarter of its time.
         (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special)
         return pack_ids(found.ids)
+
+    def encode_known(self, text: str) -> bytes | None:
+        """The same of text whose words were seen before, all but a few, in a tenth of the time;
+        None: it is for :meth:`encode`. Takes 1 ms at most."""
+        return None if self._words is None else self._words.encode(text)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of ``ids``, special tokens left out or by name."""

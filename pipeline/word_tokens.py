@@ -101,7 +101,8 @@ class WordTokens:
         """The same of text without added tokens."""
         if len(part) <= _MAX_WORD_CHARS and (short := self._shorts.get(part)) is not None:
             return short
-        first, *others = part.split(" ")
+        first, blank, rest = part.partition(" ")
+        others = rest.split(" ") if blank else []
         firsts, pieces = self._firsts, self._pieces  # another thread may begin new ones
         ids = _joined(pieces, others)
         if ids is None or first not in firsts:
