@@ -122,27 +122,26 @@ class Engine:
         check_request(request, self.info)
         place = place_in_line(self._num_arrived, overtakes=request.overtakes)
         active = ActiveRequest(request, place, self.info, self._vocabulary, self.grammars)
-        if active.num_blocks_needed > self.blocks.num_blocks:
-            raise NoCapacity(
-                f"needs {active.num_blocks_needed} blocks, the pool has {self.blocks.num_blocks}"
-            )
-        if request.imported_blocks and not active.is_finished:
+        num_needed, running = active.num_blocks_needed, active.running_choices
+        if num_needed > self.blocks.num_blocks:
+            raise NoCapacity(f"needs {num_needed} blocks, the pool has {self.blocks.num_blocks}")
+        if request.imported_blocks and running:
             self.runner.import_blocks(request.imported_blocks)
         self._num_arrived += 1
         self._is_stalled = False
         imported = self._reservations.pop(request.key, ())
-        if active.is_finished:
+        if not running:
             self.blocks.release(imported)
             self._ended[request.key] = active
             return
         self._requests[request.key] = active
-        self._choices.update((choice.sequence, choice) for choice in active.running_choices)
+        for choice in running:
+            self._choices[choice.sequence] = choice
         self._num_formats += active.group.has_format
-        self._enqueue(active)
+        self._enqueue(active, [choice.sequence for choice in running])
 
-    def _enqueue(self, active: ActiveRequest) -> None:
+    def _enqueue(self, active: ActiveRequest, sequences: list[Sequence]) -> None:
         group = active.group
-        sequences = [choice.sequence for choice in active.running_choices]
         group.num_unstarted = len(sequences)
         if group.root is not None:
             group.pending = sequences

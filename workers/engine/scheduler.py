@@ -19,11 +19,12 @@ in line before their turn; the head waits for that as it waits for room, and oth
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter
 
 import msgspec
 
@@ -95,7 +96,7 @@ class Step(msgspec.Struct):
 
 
 class Scheduler:
-    """Sequences by state, each list from old to young.
+    """Sequences by state, each list from old to young; no two have one age.
 
     ``waiting``: to be computed; without blocks, except those that came with imported KV.
     ``running``: in the batch. ``parked``: nothing to compute now, but their blocks are wanted:
@@ -213,7 +214,9 @@ class Scheduler:
             elif sequence.scores is not None or sequence.index == ROOT:
                 step.add(sequence, 1)
             else:
-                sequence.start, sequence.count, sequence.sample = num_computed, 1, True
+                sequence.start = num_computed
+                if sequence.count != 1 or not sequence.sample:  # to look costs less than to set
+                    sequence.count, sequence.sample = 1, True
                 batch.append(sequence)
         step.budget = self.config.max_batch_tokens - len(batch)
         return without
@@ -361,8 +364,9 @@ class Scheduler:
 
     def _forget(self, sequence: Sequence) -> None:
         for line in (self.running, self.waiting, self.parked):
-            if sequence in line:
-                line.remove(sequence)
+            at = bisect_left(line, sequence.age, key=_age)
+            if at < len(line) and line[at] is sequence:
+                del line[at]
 
     # ---- small facts ---------------------------------------------------------------------
 
@@ -391,5 +395,4 @@ def _is_short_cut(sequence: Sequence) -> bool:
     return sequence.is_root and not sequence.group.keeps_root
 
 
-def _age(sequence: Sequence) -> tuple[int, int]:
-    return sequence.age
+_age = attrgetter("age")

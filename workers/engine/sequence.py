@@ -15,7 +15,6 @@ alone, which never samples. The choices start as forks of it::
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -27,8 +26,7 @@ from workers.engine.prompt_scores import PromptScores
 ROOT = -1  # the index of a root, which is no choice
 
 
-@dataclass(eq=False, slots=True, kw_only=True)
-class Group:
+class Group(msgspec.Struct, eq=False, kw_only=True):
     """What the sequences of one request have in common, as far as scheduling goes."""
 
     key: str
@@ -39,16 +37,17 @@ class Group:
     keeps_root: bool = False  # the root is what will be held, so it is not merely a short cut
     is_held: bool = False  # blocks stay until release
     root: Sequence | None = None
-    pending: list[Sequence] = field(default_factory=list)  # choices that wait for the root
+    pending: list[Sequence] = []  # choices that wait for the root
     num_unstarted: int = 0  # choices that never ran: while there are any, the root is of use
     has_started: bool = False  # computed here, or at least begun elsewhere and imported
     num_cached_tokens: int = 0  # of the prompt, found in the pool when the request first ran
     num_host_tokens: int = 0  # of these, those that had been brought there out of the host tier
     scores: PromptScores | None = None  # of the prompt, where they are wanted
-    has_format: bool = field(init=False)  # the answers keep to a ``response_format``
 
-    def __post_init__(self) -> None:
-        self.has_format = self.sampling.response_format is not None
+    @property
+    def has_format(self) -> bool:
+        """Whether the answers keep to a ``response_format``."""
+        return self.sampling.response_format is not None
 
     @property
     def scores_to_fill(self) -> PromptScores | None:
@@ -59,6 +58,8 @@ class Group:
 class Sequence(ScheduledSequence, eq=False, kw_only=True):
     """One choice (or the root) of a request, and its share of the step that the scheduler planned
     last: one object for both, for most are in every step.
+
+    ``age`` is its place in line: smaller is older.
 
     Slot ``block_table[i]`` has positions ``[i * block_size, (i + 1) * block_size)``. The table
     covers the computed tokens and may reach further.
@@ -78,19 +79,16 @@ class Sequence(ScheduledSequence, eq=False, kw_only=True):
     num_promotions: int = 0  # begun for it, since it last owned blocks
     promoted: set[bytes] = msgspec.field(default_factory=set)  # blocks that they brought
     hashes: list[bytes] = msgspec.field(default_factory=list)  # see prefix_hashes()
+    age: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         self.sampling = self.group.sampling
+        self.age = (self.group.place, self.index)
 
     @property
     def is_root(self) -> bool:
         """Whether it only computes the prompt for others."""
         return self.index == ROOT
-
-    @property
-    def age(self) -> tuple[int, int]:
-        """Its place in line: smaller is older."""
-        return (self.group.place, self.index)
 
     @property
     def num_uncomputed_tokens(self) -> int:
