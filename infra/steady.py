@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+from bisect import bisect_left
 from collections import deque
 from typing import Any, Self, TextIO
 
@@ -78,12 +79,13 @@ class Gauge(_Labelled, prometheus_client.Gauge):
 
 
 class Histogram(_Labelled, prometheus_client.Histogram):
-    """A histogram that never raises."""
+    """A histogram that never raises, nor has exemplars."""
 
-    def observe(self, *args: Any, **named: Any) -> None:
+    def observe(self, amount: float) -> None:  # type: ignore[override]
         """See ``prometheus_client``."""
         try:
-            super().observe(*args, **named)
+            self._buckets[bisect_left(self._upper_bounds, amount)].inc(1)
+            self._sum.inc(amount)
         except Exception as error:
             _say(self._name, error)
 

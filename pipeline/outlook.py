@@ -227,13 +227,16 @@ class Outlook:
         if len(beats) < _MANY:
             return [self.prefill_wait_ms(beat, now_s) for beat in beats]
         table = self.table(beats[0].served)
-        rows = [table.row(beat.worker) for beat in beats]
-        if None in rows:
+        rows = table.find_rows([beat.worker for beat in beats])
+        if rows is None:
             return [self.prefill_wait_ms(beat, now_s) for beat in beats]
         self._turn(now_s)
-        columns = table.take(np.array(rows, dtype=np.intp))
+        columns = table.take(rows)
         is_stale = now_s - columns["heard_s"] > self.stale_s
-        waits_ms = np.where(is_stale, math.inf, columns.wait_ms(now_s)).tolist()
+        waits = np.where(is_stale, math.inf, columns.wait_ms(now_s))
+        waits_ms: list[float | None] = waits.tolist()
+        if table.all_have_costs:
+            return waits_ms
         return [
             wait if beat.costs is not None or wait == math.inf else None
             for beat, wait in zip(beats, waits_ms, strict=True)

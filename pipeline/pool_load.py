@@ -27,7 +27,7 @@ from typing import NamedTuple
 import msgspec
 
 from pipeline.budget_books import NOTHING_AHEAD, Ahead
-from pipeline.cost_model import prefill_ms
+from pipeline.cost_model import prefill_ms, prefill_step_ms
 from pipeline.forecast import Forecast
 from pipeline.verdict import Ask
 from schemas.control import Beat
@@ -119,7 +119,8 @@ def _owns_ms(workers: Costed, ask: Ask) -> list[float]:
     """How long each would compute the prompt."""
     num_prompt, num_cached = ask.num_prompt, ask.num_cached
     if not num_cached:
-        return [prefill_ms(costs, num_prompt) for costs in workers.costs]
+        squares = num_prompt * num_prompt
+        return [prefill_step_ms(costs, num_prompt, squares) for costs in workers.costs]
     most = num_prompt - 1  # one is computed always
     cached = [min(num_cached.get(beat.worker, 0), most) for beat in workers.beats]
     return [

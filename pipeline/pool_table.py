@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -146,6 +147,13 @@ class PoolTable:
     def row(self, worker: str) -> int | None:
         """Where ``worker`` stands; None when it is not here."""
         return self._row.get(worker)
+
+    def find_rows(self, workers: Sequence[str]) -> Rows | None:
+        """Where each of ``workers`` stands; None when one is not here."""
+        try:
+            return np.fromiter(map(self._row.__getitem__, workers), np.intp, len(workers))
+        except KeyError:
+            return None
 
     def heard_s(self, row: int) -> float:
         """When one row's last beat was heard."""

@@ -70,6 +70,22 @@ def test_no_metric_call_raises_whatever_the_library_does(monkeypatch: pytest.Mon
     metrics.stage_handled.labels("decode", "ok").inc()
 
 
+def test_they_count_what_the_librarys_count() -> None:
+    """Amounts, and values on a bound, under the least and over the last."""
+    told = []
+    for kinds in (steady, prometheus_client):
+        registry = prometheus_client.CollectorRegistry()
+        done = kinds.Counter("done", "Done", ["by"], registry=registry)
+        seconds = kinds.Histogram("s", "Time", ["by"], registry=registry, buckets=(0.1, 1))
+        for amount in (1, 0, 2.5):
+            done.labels("a").inc(amount)
+        for value in (-1, 0.05, 0.1, 0.5, 1, 7, float("inf")):
+            seconds.labels("a").observe(value)
+        text = prometheus_client.generate_latest(registry).decode()
+        told.append([line for line in text.splitlines() if "_created" not in line])
+    assert told[0] == told[1]
+
+
 def test_a_full_disk_takes_no_process_with_its_log() -> None:
     """Lines are lost, the program goes on; what is written later is there again."""
     make_logger("p", stream=SteadyStream(FullDisk())).error("engine_failed")  # type: ignore[arg-type]
