@@ -1,10 +1,13 @@
 """Admission: who asks for what, what it becomes in tokens, may it enter, and when may it go.
 
 Consumes   mesh.v1.admission.<model>                      InferenceRequest (MessagePack or JSON)
+Hears      mesh.v1.direct.admission.<model>               the same, without the queue
 Publishes  mesh.v1.request.<id>                           RequestRecord, once
            mesh.v1.token-stream.<reader>.tokens           Accepted
            mesh.v1.token-stream.<reader>.claim.<id>       StreamError, when refused
            mesh.v1.prefill.<model@rev>.<worker|any>       PrefillTask
+           mesh.v1.direct.prefill.<model@rev>.<worker>    the same, for what came directly
+Answers    Accepted, to what came directly
 Keeps      who waits (pipeline/doorkeeper.py); their messages are un-acked meanwhile
 Twice?     the record is written once; a repeat publishes the same Accepted and task again
 Fails      ModelNotFound, InvalidRequest, ContextTooLong, QueueFull, OverBudget -> StreamError
@@ -12,26 +15,32 @@ Fails      ModelNotFound, InvalidRequest, ContextTooLong, QueueFull, OverBudget 
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 from msgspec.structs import replace
 
-from infra.bus import WorkMessage, WrongLastSequence
+from infra.bus import DirectMessage, WorkMessage, WrongLastSequence
+from pipeline.acceptance import accepted_of, told_in_stream
 from pipeline.backlog import Backlog
 from pipeline.degradation import UNKNOWN_S, error_of
+from pipeline.dispatch import Dispatch
 from pipeline.doorkeeper import Doorkeeper
 from pipeline.placement import PrefillPlace
 from pipeline.policy import Policies
 from pipeline.prompt_reader import PromptReader
-from pipeline.records import accepted, prefill_task, record_of
+from pipeline.records import prefill_task, record_of
 from pipeline.registry import Registry
 from pipeline.stage import Handled, Outgoing, StageContext, Work
 from pipeline.verdict import Ask, Clamp, Fallback, Refuse, Verdict, Wait
 from schemas import subjects
 from schemas.codec import decode, decode_json, encode, is_json, tag_of, unpack_ids
-from schemas.errors import InvalidRequest, MeshError, QueueFull, SchemaError
+from schemas.errors import InvalidRequest, MeshError, NoCapacity, QueueFull, SchemaError
 from schemas.headers import REQUEST, TRACEPARENT, WorkHeaders
 from schemas.models import ModelCard
 from schemas.requests import InferenceRequest, RequestRecord, Slo
+
+_MOMENT_S = 0.25  # that one waits for a worker which came directly; then it goes into the queue
 
 
 class _Entry(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +59,11 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Admission:
-    """The admission stage's handler."""
+    """The admission stage's handler.
+
+    Args:
+        dispatch: says tasks of requests that came directly to their workers.
+    """
 
     def __init__(
         self,
@@ -61,6 +74,7 @@ class Admission:
         backlog: Backlog,
         door: Doorkeeper,
         policies: Policies,
+        dispatch: Dispatch,
     ) -> None:
         self._ctx = ctx
         self._registry = registry
@@ -68,6 +82,7 @@ class Admission:
         self._backlog = backlog
         self._door = door
         self._policies = policies
+        self._dispatch = dispatch
 
     def parse(self, message: WorkMessage, data: bytes) -> Work[InferenceRequest]:
         """A request as MessagePack or JSON; headers are optional on this subject."""
@@ -92,6 +107,7 @@ class Admission:
             subject=message.subject,
             message=request if request.reader else replace(request, reader=reader),
             headers=headers,
+            is_direct=isinstance(message, DirectMessage),
         )
 
     @staticmethod
@@ -112,6 +128,8 @@ class Admission:
         request that waits has Accepted first, for its client does not wait that long for a status;
         then it is this message that keeps the promise: it lies un-acked in the queue.
         """
+        if work.is_direct:
+            return await self._handle_direct(work)
         request = work.message
         try:
             entry = await self._enter(work)
@@ -122,14 +140,17 @@ class Admission:
             entry = self._known(request, found[1])  # admitted before, when there was more room
         told = await self._accepted(request, entry)
         if entry.is_new:
-            self._ctx.metrics.requests_admitted.inc()
-            self._ctx.metrics.prompt_tokens.observe(entry.ask.num_prompt)
+            self._note_admitted(entry)
         elif await self._is_taken(entry.record):
             return _done(entry, told)
         place = self._place(entry)
         if place is not None:
             return _done(entry, prefill_task(entry.record, place), told)
         return Handled(outcome="waits", publish=(told,), then=lambda: self._wait(entry))
+
+    def _note_admitted(self, entry: _Entry) -> None:
+        self._ctx.metrics.requests_admitted.inc()
+        self._ctx.metrics.prompt_tokens.observe(entry.ask.num_prompt)
 
     def _place(self, entry: _Entry) -> PrefillPlace | None:
         """Where it goes at once; None: it must wait."""
@@ -147,6 +168,79 @@ class Admission:
         """Whether a worker has it, or it has ended: a task more would be for nothing."""
         tip = await self._ctx.chain.tip(record.reader, record.request_id)
         return tip.seq > 0
+
+    # What came directly ----------------------------------------------------------------------
+
+    async def _handle_direct(self, work: Work[InferenceRequest]) -> Handled:
+        """The same for a request that lies in no queue. Nobody has been promised anything yet, so
+        its task goes directly, too, and Accepted is an answer, not a message in the stream.
+
+        Raises:
+            NoCapacity: it is to be queued: it must wait, is none that can be told so simply, or was
+                admitted before.
+        """
+        try:
+            return await self._admit_direct(work)
+        except (InvalidRequest, QueueFull) as error:
+            raise await self._unless_known(work.message, error) from None
+
+    async def _unless_known(self, request: InferenceRequest, error: MeshError) -> MeshError:
+        """``error`` itself, unless the request was admitted before, when there was more room: then
+        it is to come by way of the queue."""
+        found = await self._ctx.chain.record(request.request_id)
+        if found is None or found[1].reader != self.reader_of(request):
+            return error
+        return NoCapacity("it was admitted before")
+
+    async def _admit_direct(self, work: Work[InferenceRequest]) -> Handled:
+        if work.message.echo:
+            raise NoCapacity("what is given back goes through the stream")
+        entry = await self._judged(work)
+        record = entry.record
+        if entry.asked_max_tokens or record.model != work.message.model:
+            self._door.drop(record.request_id)
+            raise NoCapacity("what it became goes through the stream")
+        try:
+            await self._backlog.enter(record.served)
+        except MeshError:
+            self._door.drop(record.request_id)
+            raise
+        place = self._door.enter(record, entry.ask) if entry.is_admitted else None
+        if place is not None:
+            return await self._send(work, entry, place)
+        return Handled(outcome="waits", then=lambda: self._wait_a_moment(work, entry))
+
+    async def _wait_a_moment(self, work: Work[InferenceRequest], entry: _Entry) -> Handled:
+        record, place = entry.record, None
+        try:
+            async with asyncio.timeout(_MOMENT_S):
+                place = await self._door.wait(record, entry.ask, is_admitted=entry.is_admitted)
+        except TimeoutError:
+            raise NoCapacity("no worker has room now") from None
+        except QueueFull as error:
+            raise await self._unless_known(work.message, error) from None
+        return Handled(outcome="left") if place is None else await self._send(work, entry, place)
+
+    async def _send(
+        self, work: Work[InferenceRequest], entry: _Entry, place: PrefillPlace
+    ) -> Handled:
+        record = entry.record
+        try:
+            if await self._write_record(record) is not record:
+                raise NoCapacity("it was admitted before")
+        except MeshError:
+            self._door.drop(record.request_id)
+            self._door.hear_end(record.request_id, None)
+            raise
+        self._note_admitted(entry)
+        task = prefill_task(record, place)
+        worker = place.alone or place.worker
+        is_said = worker != subjects.ANY and self._dispatch.say(
+            task, task.headers(work.headers), subjects.prefill(record.served, worker)
+        )
+        return Handled(
+            outcome="admitted", publish=() if is_said else (task,), answer=accepted_of(record)
+        )
 
     # What it becomes -------------------------------------------------------------------------
 
@@ -208,6 +302,7 @@ class Admission:
             slo=slo,
             admitted_unix_ms=self._ctx.bus.now_unix_ms(),
             deadline_unix_ms=work.headers.deadline_unix_ms,
+            is_direct=work.is_direct,
         )
         ask = self._door.ask(record, asked_model=asked_model)
         return _Entry(record=record, ask=ask), self._door.judge(ask)
@@ -232,12 +327,13 @@ class Admission:
         if request.echo:
             card = self._registry.require(record.model)
             echo = await self._reader.text_of(unpack_ids(record.prompt_ids), card)
-        return accepted(
+        word = accepted_of(
             record,
             echo_text=echo,
             asked_model=request.model,
             asked_max_tokens=entry.asked_max_tokens,
         )
+        return told_in_stream(word, record.reader)
 
     def _deadline(self, request: InferenceRequest) -> int:
         times, now = self._ctx.bus.times, self._ctx.bus.now_unix_ms()

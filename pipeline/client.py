@@ -22,12 +22,14 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from infra.bus import Bus, publish_work
+from infra.bus import Bus
 from infra.task_scope import task_scope
 from infra.times import Times
+from pipeline.acceptance import accepted_of
 from pipeline.claim_chain import ClaimChain
 from pipeline.reader_feed import ReaderFeed
 from pipeline.stream_hub import MAX_WAITING
+from pipeline.submitting import DirectWay, Submission
 from pipeline.token_stream import TokenStream, reader_of
 from schemas import subjects
 from schemas.codec import encode, tag_of
@@ -53,6 +55,8 @@ class MeshClient:
         user: the broker user of the connection; the first part of the reader.
         name: the rest of the reader; None makes a new one. A client that names an old one can
             ``resume`` what that one had submitted.
+        is_direct: say requests to control processes without the queue, while they answer (bridges
+            may): faster by what two stored messages take.
         tells_workers: send the quick word to the worker itself when a request is cancelled
             (bridges may); else the router does, one hop later.
         max_waiting: deltas of one stream that may wait to be read; a request whose stream is
@@ -65,6 +69,7 @@ class MeshClient:
         user: str = DEFAULT_USER,
         name: str | None = None,
         *,
+        is_direct: bool = False,
         tells_workers: bool = False,
         max_waiting: int = MAX_WAITING,
     ) -> None:
@@ -81,6 +86,7 @@ class MeshClient:
             tell_worker=self._tell_worker if tells_workers else None,
             on_overflow=self._give_up,
         )
+        self._direct = DirectWay(bus) if is_direct else None
         self._feeds: dict[str, ReaderFeed] = {}  # those followed now, by reader
 
     @classmethod
@@ -110,6 +116,8 @@ class MeshClient:
             await stack.enter_async_context(self._following(self._feed))
             tasks = await stack.enter_async_context(task_scope())
             tasks.create_task(self._cancel_too_slow(), name="too slow readers")
+            if self._direct is not None:
+                tasks.create_task(self._direct.run(), name="direct way")
             self._stack = stack.pop_all()
         return self
 
@@ -123,7 +131,8 @@ class MeshClient:
         return len(self._feed.hub)
 
     async def submit(self, request: InferenceRequest, *, traceparent: str = "") -> TokenStream:
-        """Publish ``request`` to admission; durable once this returns.
+        """Publish ``request`` to admission; durable once this returns, or, for a client that is
+        direct, once its stream tells of it: until then it is this client that sees to it.
 
         The reader is this client's; a request without deadline gets the default one. A repeat
         with the same id is the same request: its stream is read from the first token again.
@@ -149,13 +158,12 @@ class MeshClient:
             traceparent=traceparent,
         )
         try:
-            stored = await publish_work(
-                self.bus,
-                subjects.admission(request.model),
-                encode(request),
-                headers,
-                msg_id=f"{request.request_id}.admission",
+            submission = Submission(
+                stream, subjects.admission(request.model), encode(request), headers
             )
+            if self._direct is not None and before is None and self._direct.say(submission):
+                return stream
+            stored = await submission.queue(self.bus)
             if before is not None or stored.duplicate:
                 await self._feed.catch_up(stream, (before or 0) + 1)
         except asyncio.CancelledError:
@@ -193,6 +201,7 @@ class MeshClient:
         *,
         reader: str | None = None,
         start_seq: int | None = None,
+        record: RequestRecord | None = None,
     ) -> AsyncIterator[TokenStream]:
         """Read a request's stream again, from token ``from_number`` of each choice on.
 
@@ -204,6 +213,7 @@ class MeshClient:
                 of a request that named none.
             start_seq: the sequence of the request's record: what its reader got before that is
                 not read. None: all of it, and the request must have been heard of there.
+            record: that record; where its reader was told directly, it stands for Accepted.
 
         Raises:
             InvalidRequest: nothing is stored of such a request (streams are kept for minutes).
@@ -217,6 +227,8 @@ class MeshClient:
             stream = feed.hub.join(request_id, reader, latest, from_number)
             try:
                 await feed.catch_up(stream, start_seq or 1)
+                if record is not None and record.is_direct:
+                    stream.told(accepted_of(record))
                 if start_seq is None and not stream.is_known:
                     raise InvalidRequest(f"no request {request_id} is known", param="request_id")
                 yield stream

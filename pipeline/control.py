@@ -18,6 +18,7 @@ from infra.task_scope import task_scope
 from pipeline.admission import Admission
 from pipeline.claim_chain import ClaimChain
 from pipeline.decisions import Decisions
+from pipeline.dispatch import Dispatch
 from pipeline.policies import PolicyFile
 from pipeline.prompt_reader import PromptReader
 from pipeline.registry import Registry
@@ -30,7 +31,8 @@ from pipeline.unclaimed import Unclaimed
 from schemas.kv import KvReady
 from schemas.models import ModelCard
 from schemas.requests import InferenceRequest
-from schemas.subjects import served
+from schemas.subjects import ALL_ADMISSION, direct, served
+from schemas.tokens import Claim
 
 MAX_WAITING = 32_768  # requests, of all models, that one process keeps un-acked
 
@@ -56,6 +58,7 @@ async def serve_control(ctx: RoleContext, config: ControlConfig) -> None:
     reader = PromptReader(decisions.placement.max_sequence_tokens)
     for source in config.models:
         await _register(registry, reader, source.name, Path(source.source))
+    dispatch = Dispatch(bus, ctx.log)
     admission = Admission(
         stage_ctx,
         registry,
@@ -63,6 +66,7 @@ async def serve_control(ctx: RoleContext, config: ControlConfig) -> None:
         backlog=decisions.backlog,
         door=decisions.door,
         policies=decisions.policies,
+        dispatch=dispatch,
     )
     admit: Stage[InferenceRequest] = Stage(
         stage_ctx,
@@ -73,6 +77,8 @@ async def serve_control(ctx: RoleContext, config: ControlConfig) -> None:
         admission.handle,
         max_waiting=MAX_WAITING,
         when_full=admission.when_full,
+        direct=direct(ALL_ADMISSION),
+        direct_queue="control",
     )
     route: Stage[KvReady] = Stage(
         stage_ctx,
@@ -82,6 +88,15 @@ async def serve_control(ctx: RoleContext, config: ControlConfig) -> None:
         lambda ready: ready.reader,
         Router(stage_ctx, decisions.placement, decisions.outlook).handle,
     )
+
+    def hear_claim(claim: Claim) -> None:
+        dispatch.heard(claim.request_id)
+        decisions.hear_claim(claim)
+
+    def hear_end(request_id: str, num_tokens: int | None) -> None:
+        dispatch.heard(request_id)
+        decisions.hear_end(request_id, num_tokens)
+
     takeover = TakeOver(
         bus,
         stage_ctx.chain,
@@ -89,8 +104,8 @@ async def serve_control(ctx: RoleContext, config: ControlConfig) -> None:
         ctx.metrics,
         ctx.log,
         placement=decisions.placement,
-        on_claim=decisions.hear_claim,
-        on_end=decisions.hear_end,
+        on_claim=hear_claim,
+        on_end=hear_end,
         on_stored=decisions.hear_stored,
         on_beat=decisions.hear_beat,
     )
@@ -107,12 +122,14 @@ async def serve_control(ctx: RoleContext, config: ControlConfig) -> None:
         tasks.create_task(takeover.run(), name="take-over")
         tasks.create_task(registry.run(), name="registry")
         tasks.create_task(unclaimed.run(), name="unclaimed")
+        tasks.create_task(dispatch.run(), name="dispatch")
         tasks.create_task(_stop_when_draining(ctx, admit, route), name="drain")
         await redeliver_to_control(bus)  # of the one that we replace, perhaps
         ctx.ready()
         async with asyncio.TaskGroup() as stages:
             stages.create_task(admit.run(), name="admission")
             stages.create_task(route.run(), name="kv-ready")
+        await dispatch.finish()
 
 
 async def _stop_when_draining(

@@ -55,6 +55,7 @@ class PrefillPlace(msgspec.Struct, frozen=True, kw_only=True):
     prefill_ms: float = 0.0
     num_cached: int = 0  # tokens of the prompt that the worker holds, as far as is known
     overtakes: bool = False  # others that wait there
+    alone: str = ""  # with ``any``: the only worker that may pull it now; "": there is another
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -201,11 +202,12 @@ class PolicyPlacement:
         return self._decide(record.request_id, "prefill", place)
 
     def _to_any(self, record: RequestRecord, pool: Pool, found: Found) -> PrefillPlace:
+        rows, beats = pool.table.rows_of("prefill").tolist(), pool.table.beats
         sources: tuple[KvSource, ...] = ()
         if found:
-            rows, beats = pool.table.rows_of("prefill").tolist(), pool.table.beats
             sources = kv_sources(self._fleet, [beats[row] for row in rows], found)
-        place = PrefillPlace(worker=ANY, sources=sources)
+        alone = beats[rows[0]].worker if len(rows) == 1 else ""
+        place = PrefillPlace(worker=ANY, sources=sources, alone=alone)
         return self._decide(record.request_id, "prefill", place)
 
     def _choose(self, weighed: Weighed, found: Found) -> PrefillPlace | None:

@@ -1,17 +1,15 @@
-"""What admission writes: the record, the word to the client, the task. Pure."""
+"""What admission writes: the record and the task. Pure."""
 
 from __future__ import annotations
 
 from pipeline.cost_model import quadratic_cost
 from pipeline.placement import PrefillPlace
-from pipeline.prefix_hash import ID_BYTES
 from pipeline.prompt_reader import Prompt
 from pipeline.stage import Outgoing
 from schemas import subjects
 from schemas.models import ModelCard
 from schemas.prefill import PrefillTask
 from schemas.requests import InferenceRequest, RequestRecord, Slo
-from schemas.tokens import Accepted
 
 INLINE_IDS_BYTES = 64 * 1024  # a longer prompt is read from the record instead of the task
 _MAX_LABEL = 256
@@ -26,6 +24,7 @@ def record_of(
     slo: Slo,
     admitted_unix_ms: int,
     deadline_unix_ms: int,
+    is_direct: bool = False,
 ) -> RequestRecord:
     """The record of a request that ``card`` is to answer."""
     sampling = prompt.sampling
@@ -46,34 +45,7 @@ def record_of(
         cost=quadratic_cost(prompt.num_tokens, (sampling.max_tokens or 0) * sampling.n),
         reader_note=request.reader_note,
         slo=slo,
-    )
-
-
-def accepted(
-    record: RequestRecord, *, echo_text: str | None, asked_model: str, asked_max_tokens: int
-) -> Outgoing:
-    """The word to a request's reader that it was accepted.
-
-    Args:
-        asked_model: what the client named; said where another answers.
-        asked_max_tokens: before they were cut for lack of room; 0: they were not.
-    """
-    message = Accepted(
-        request_id=record.request_id,
-        model=record.model,
-        revision=record.revision,
-        prompt_tokens=len(record.prompt_ids) // ID_BYTES,
-        max_tokens=record.sampling.max_tokens or 0,
-        admitted_unix_ms=record.admitted_unix_ms,
-        deadline_unix_ms=record.deadline_unix_ms,
-        echo_text=echo_text,
-        asked_model=asked_model if asked_model != record.model else "",
-        asked_max_tokens=asked_max_tokens,
-    )
-    return Outgoing(
-        subject=subjects.token_stream(record.reader),
-        message=message,
-        msg_id=f"{record.request_id}.accepted",
+        is_direct=is_direct,
     )
 
 

@@ -12,6 +12,9 @@ another delivery; a dead letter. Which one, by what the handler does:
     bytes that are no such message    dead letter, and StreamError where the request is known
     past its deadline                 Expired on the chain
 
+What comes directly, without the queue, is handled in the same way; there is no ack, and to be
+delivered again it is put into the queue.
+
 Should even that fail, for the broker is away or refuses, the message is left un-acked and comes
 again. No message ends the process.
 """
@@ -21,19 +24,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from typing import Generic, TypeVar
 
 from nats.js.api import ConsumerConfig
 
-from infra.bus import WorkMessage, WorkPull, load_payload, publish_work
+from infra.bus import DirectMessage, Msg, WorkMessage, WorkPull, load_payload, publish_work
 from infra.metrics import Metrics
 from infra.pulse import next_pulse
 from infra.steady import Counter
 from infra.task_scope import task_scope
 from pipeline.endings import CRASH_LIMIT, Endings, StageContext
 from pipeline.work import Handled, Handler, Outgoing, Parser, Work, parse_as
-from schemas.codec import Message, encode, tag_of
+from schemas.codec import Message, encode
 from schemas.errors import BusUnavailable, MeshError, NoCapacity, QueueFull
 from schemas.headers import WorkHeaders
 
@@ -50,6 +54,7 @@ __all__ = [
 ]
 
 _SIGNS_PER_TURN = 256
+_MAX_IN_LINE = 256  # that came directly and wait for a place; more go into the queue
 
 T = TypeVar("T", bound=Message)
 
@@ -72,6 +77,8 @@ class Stage(Generic[T]):
             None for a consumer that is shared.
         when_full: what the client of a message hears when a queue behind this stage is full.
             None: the message waits for room.
+        direct: the subject on which messages come without the queue; with ``direct_queue`` each
+            comes to one of the processes that name the same.
         told_elsewhere: outcomes after which the request's own line follows, so that this stage's
             is one for debugging.
     """
@@ -90,6 +97,8 @@ class Stage(Generic[T]):
         max_waiting: int = 4096,
         on_fenced: Callable[[], None] | None = None,
         when_full: Callable[[T], QueueFull] | None = None,
+        direct: str = "",
+        direct_queue: str = "",
         told_elsewhere: Collection[str] = (),
     ) -> None:
         self.name = name
@@ -102,8 +111,12 @@ class Stage(Generic[T]):
         self._max_waiting = max_waiting
         self._when_full = when_full
         self._told_elsewhere = told_elsewhere
+        self._direct = direct
+        self._direct_queue = direct_queue
+        self._line: deque[DirectMessage] = deque()  # came directly, and wait for a place
         self._running: dict[int, WorkMessage] = {}
         self._waiting: dict[int, asyncio.Task[None]] = {}  # those of them that wait
+        self._is_stopping = False
         self._is_over = False
         self._handled = _Handled(ctx.metrics, name)
         self._endings = Endings(ctx, name)
@@ -130,7 +143,7 @@ class Stage(Generic[T]):
         """
         async with task_scope() as helpers:
             helpers.create_task(self._keep_alive(), name=f"{self.name} keep-alive")
-            async with asyncio.TaskGroup() as self._tasks:
+            async with asyncio.TaskGroup() as self._tasks, self._hearing():
                 await self._pull.run()
                 # Now, not when told to stop: it would come back to our own pull.
                 self._is_over = True
@@ -139,16 +152,45 @@ class Stage(Generic[T]):
 
     def stop(self) -> None:
         """Take nothing more; :meth:`run` returns when what was taken is finished or given back."""
+        self._is_stopping = True
         self._pull.stop()
 
     def poke(self) -> None:
         """Capacity may have grown: ask for more at once."""
+        self._take_in_line()
         self._pull.poke()
 
     def _free(self) -> int:
         num_working = len(self._running) - len(self._waiting)
         free = min(self._concurrency - num_working, self._max_waiting - len(self._running))
         return free if self._capacity is None else min(free, self._capacity())
+
+    @contextlib.asynccontextmanager
+    async def _hearing(self) -> AsyncGenerator[None, None]:
+        """Take what comes directly, until the end; then what is in line goes into the queue."""
+        if not self._direct:
+            yield
+            return
+        subscription = await self._ctx.bus.subscribe(
+            self._direct, self._hear_direct, queue=self._direct_queue
+        )
+        try:
+            yield
+        finally:
+            await subscription.unsubscribe()
+            while self._line:
+                await _to_queue(self._line.popleft())
+
+    def _hear_direct(self, message: Msg) -> None:
+        self._line.append(DirectMessage(self._ctx.bus, message))
+        self._take_in_line()
+        if len(self._line) > (0 if self._is_stopping else _MAX_IN_LINE):
+            assert self._tasks is not None, "a stage is run before it hears"
+            self._tasks.create_task(_to_queue(self._line.pop()))
+
+    def _take_in_line(self) -> None:
+        while self._line and not self._is_stopping and self._free() > 0:
+            self._take(self._line.popleft())
 
     def _take(self, message: WorkMessage) -> None:
         assert self._tasks is not None, "a stage is run before it takes"
@@ -198,7 +240,7 @@ class Stage(Generic[T]):
                 delivery=message.num_delivered,
                 **facts,
             )
-        self._pull.poke()
+        self.poke()
 
     async def _finish(self, message: WorkMessage, facts: dict[str, str]) -> str:
         """Handle one message to its end; the outcome's word."""
@@ -244,6 +286,8 @@ class Stage(Generic[T]):
                 await self._publish_all(handled, work.headers)
             except QueueFull as error:  # it has been promised to its client: it comes again
                 raise NoCapacity(error.message) from error
+        if handled.answer is not None and isinstance(message, DirectMessage):
+            message.answer(encode(handled.answer))
         return handled.outcome
 
     async def _wait(
@@ -277,16 +321,18 @@ class Stage(Generic[T]):
         if outgoing.epoch is None:
             await bus.publish_stored(outgoing.subject, encode(message), msg_id=outgoing.msg_id)
             return
-        next_headers = WorkHeaders(
-            schema=tag_of(type(message)),
-            request_id=headers.request_id,
-            epoch=outgoing.epoch,
-            deadline_unix_ms=headers.deadline_unix_ms,
-            traceparent=headers.traceparent,
-        )
         await publish_work(
-            bus, outgoing.subject, encode(message), next_headers, msg_id=outgoing.msg_id
+            bus,
+            outgoing.subject,
+            encode(message),
+            outgoing.headers(headers),
+            msg_id=outgoing.msg_id,
         )
+
+
+async def _to_queue(message: DirectMessage) -> None:
+    with contextlib.suppress(BusUnavailable):  # whoever said it queues it, too
+        await message.nak()
 
 
 class _Handled:

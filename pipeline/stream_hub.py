@@ -88,6 +88,7 @@ class StreamHub:
     def forget(self, stream: TokenStream) -> None:
         """Stop to listen for one reader of a request."""
         stream.disarm()
+        stream.note_heard()
         readers = self._streams.get(stream.request_id)
         if readers is None:
             return

@@ -74,9 +74,10 @@ class TokenStream:
         self._too_slow: ReaderTooSlow | None = None
         self._held: list[tuple[int, Part]] | None = None
         self._accepted: Accepted | None = None
+        self._on_heard: Callable[[TokenStream], None] | None = None  # see expect()
         self._waiter: asyncio.Future[None] | None = None  # what the reader's task waits for
         self._take_now: Callable[[Sequence[TokenDelta]], bool] | None = None
-        self._failure: Exception | None = None  # of ``_take_now``
+        self._failure: Exception | None = None  # of ``_take_now``, or of who submits it
         self._has_begun = False  # a token was shown
         self._was_put_off = False  # its last tokens were, by a round
         self._alarm: asyncio.TimerHandle | None = None  # at the deadline
@@ -104,6 +105,8 @@ class TokenStream:
                 or ended before it began.
         """
         while self._accepted is None:
+            if self._failure is not None:
+                raise self._failure
             if self._too_slow is not None:
                 raise self._too_slow
             terminal = self.view.terminal
@@ -178,6 +181,28 @@ class TokenStream:
     ) -> None:
         await self.aclose()
 
+    # From who submits it ---------------------------------------------------------------------
+
+    def expect(self, on_heard: Callable[[TokenStream], None]) -> None:
+        """Have ``on_heard`` called, once, when the stream first tells of the request, or nobody
+        reads it here any more."""
+        self._on_heard = on_heard
+
+    def told(self, word: Accepted) -> None:
+        """Admission's word came by another way than the stream."""
+        self._take_word(word)
+
+    def fail(self, error: MeshError) -> None:
+        """It could not be submitted: whoever reads it is told ``error``."""
+        self._failure = error
+        self._wake()
+
+    def note_heard(self) -> None:
+        """See :meth:`expect`."""
+        if self._on_heard is not None:
+            on_heard, self._on_heard = self._on_heard, None
+            on_heard(self)
+
     # From the hub ----------------------------------------------------------------------------
 
     def take(self, seq: int, part: Part) -> None:
@@ -208,15 +233,20 @@ class TokenStream:
         if isinstance(part, TokenDelta):
             self._apply_delta(part)
         elif isinstance(part, Accepted):
-            self._accepted = part
-            if part.deadline_unix_ms != self.deadline_unix_ms:
-                self.deadline_unix_ms = part.deadline_unix_ms
-                self.disarm()
-            self._heard()
+            self.note_heard()
+            self._take_word(part)
         else:
+            self.note_heard()
             self.view.apply_entry(seq, part)
             if self.view.terminal is not None:
                 self._heard()
+
+    def _take_word(self, word: Accepted) -> None:
+        self._accepted = word
+        if word.deadline_unix_ms != self.deadline_unix_ms:
+            self.deadline_unix_ms = word.deadline_unix_ms
+            self.disarm()
+        self._heard()
 
     def _apply_delta(self, delta: TokenDelta) -> None:
         ready = self._ready

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from infra.bus import WorkMessage
+from infra.bus import DirectMessage, WorkMessage
 from schemas import subjects
 from schemas.codec import Message, decode, tag_of
 from schemas.decode import DecodeTask
@@ -32,9 +32,22 @@ class Outgoing(msgspec.Struct, frozen=True, kw_only=True):
     msg_id: str
     epoch: int | None = None
 
+    def headers(self, of: WorkHeaders) -> WorkHeaders:
+        """Those of a work message which follows on one with the headers ``of``."""
+        assert self.epoch is not None, "a message to a reader has none"
+        return WorkHeaders(
+            schema=tag_of(type(self.message)),
+            request_id=of.request_id,
+            epoch=self.epoch,
+            deadline_unix_ms=of.deadline_unix_ms,
+            traceparent=of.traceparent,
+        )
+
 
 class Handled(msgspec.Struct, frozen=True, kw_only=True):
     """The regular end of a message. ``outcome`` is a word for log and metrics.
+
+    ``answer`` is for a message that came directly, and told to who said it after all else is done.
 
     A message that must wait for something has ``then``: it is called once ``publish`` is stored,
     and what it returns counts instead. Meanwhile the message stays un-acked, so nothing is lost
@@ -44,6 +57,7 @@ class Handled(msgspec.Struct, frozen=True, kw_only=True):
 
     outcome: str
     publish: tuple[Outgoing, ...] = ()
+    answer: Message | None = None
     then: Callable[[], Awaitable[Handled]] | None = None
 
 
@@ -53,6 +67,7 @@ class Work(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
     subject: str
     message: T
     headers: WorkHeaders
+    is_direct: bool = False  # said without the queue: nothing has been promised to anybody
 
 
 Handler = Callable[[Work[T]], Awaitable[Handled]]
@@ -71,6 +86,7 @@ def parse_as(kind: type[Task]) -> Parser[Task]:
         if subjects.check_request_id(task.request_id) != headers.request_id:
             raise SchemaError("header and body name two requests", param=REQUEST)
         subjects.check_reader(task.reader)
-        return Work(subject=message.subject, message=task, headers=headers)
+        is_direct = isinstance(message, DirectMessage)
+        return Work(subject=message.subject, message=task, headers=headers, is_direct=is_direct)
 
     return parse

@@ -115,6 +115,9 @@ class RequestRecord(Message, frozen=True, kw_only=True, tag="request-record/1"):
     cost: float = 0.0
     reader_note: bytes = b""  # as in the request; no stage looks into it
     slo: Slo = Slo()  # its own, else its class's; 0 where neither names one
+    # Its reader was told by a direct answer, and finds no Accepted in the stream: this record says
+    # all that one would.
+    is_direct: bool = False
 
 
 FinishReason = Literal["stop", "length"]

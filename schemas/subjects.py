@@ -8,6 +8,8 @@
     mesh.v1.token-stream.<reader>.tokens             TokenBatch, Accepted
     mesh.v1.token-stream.<reader>.claim.<id>         the claim chain of one request
     mesh.v1.live.token-stream.<reader>.>             both of the above, republished in stream order
+    mesh.v1.direct.admission.<model>                 InferenceRequest, without the queue
+    mesh.v1.direct.prefill.<model@rev>.<worker>      PrefillTask, without the queue
     mesh.v1.cancel.<worker>                          CancelWord
     mesh.v1.lease.<worker>                           LeaseRelease, LeaseRenew
     mesh.v1.kv-lend.<worker>                         KvLend; the answer is KvLent
@@ -24,6 +26,10 @@ A ``<reader>`` is two tokens, ``<broker user>.<name>``: permissions know subject
 user in front is what keeps one client from reading another's stream. Tokens have a subject below
 the reader, beside the chains, so that one filter (:func:`reader_filter`) covers all that a reader
 needs, in one order.
+
+What lies under ``direct`` is the queue's own message, headers and all, said without being stored.
+Whoever hears it takes it at once or puts it into the queue; who said it puts it there when nobody
+hears it, or nothing comes of it. Until something does, nothing has been promised to anybody.
 """
 
 from __future__ import annotations
@@ -36,6 +42,7 @@ from schemas.errors import SchemaError
 ROOT = "mesh.v1"
 ANY = "any"
 _BRIDGE = "bridge"
+_DIRECT = f"{ROOT}.direct."
 
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_")
 _MAX_NAME = 512  # encoded; the broker drops a connection whose subjects are over 4 KiB
@@ -193,6 +200,18 @@ def stored(live_subject: str) -> str:
     return f"{ROOT}.{live_subject.removeprefix(ROOT + '.').removeprefix('live.')}"
 
 
+def direct(queued: str) -> str:
+    """Where the work message of ``queued`` is said without the queue."""
+    return f"{_DIRECT}{queued.removeprefix(ROOT + '.')}"
+
+
+def queued(direct_subject: str) -> str:
+    """The queue's subject behind a direct one (a queue's own is kept)."""
+    if not direct_subject.startswith(_DIRECT):
+        return direct_subject
+    return f"{ROOT}.{direct_subject.removeprefix(_DIRECT)}"
+
+
 def split_stream_subject(subject: str) -> tuple[str, str | None]:
     """Reader, and the request id when the subject is a claim chain, of a stored or live subject."""
     parts = subject.split(".")
@@ -266,6 +285,7 @@ def tokenize(model: str) -> str:
 
 
 DEAD = f"{ROOT}.dead"
+ALL_ADMISSION = f"{ROOT}.admission.*"
 ALL_CHAINS = f"{ROOT}.token-stream.*.*.claim.*"
 ALL_BEATS = f"{ROOT}.beat.*"
 ALL_KV_EVENTS = f"{ROOT}.kv-events.*.*"

@@ -199,6 +199,7 @@ class Incarnation:
         """Our own queue, then the one that all workers of the model share."""
         served, times = self._host.served, self._bus.times
         own = worker_consumer(name, served, self.worker, times)
+        direct = subjects.direct(subjects.prefill(served, self.worker)) if name == "prefill" else ""
         return [
             Stage(
                 self._stage_ctx,
@@ -209,6 +210,7 @@ class Incarnation:
                 handler,
                 capacity=self._free_prefills if name == "prefill" else self._free_slots,
                 on_fenced=self._fence if consumer is own else None,
+                direct=direct if consumer is own else "",
                 told_elsewhere=("claimed",),  # when it has been executed
             )
             for consumer in (own, any_consumer(name, served, times))

@@ -6,10 +6,11 @@ pull          taking work                            permissions  who may say an
 token_writer  writing tokens, none lost               reaper       a dead worker's queue
 stream_reader following tokens in stream order       objects      payloads too large to send
 replay        reading what a stream holds            peek         looking into the work queue
-errors        what the bus adds to the tree
+errors        what the bus adds to the tree          direct       work said without the queue
 """
 
 from infra.bus.connection import Bus, BusSubscription, Msg
+from infra.bus.direct import DirectMessage
 from infra.bus.errors import (
     BrokerRefused,
     BusForbidden,
@@ -48,6 +49,7 @@ __all__ = [
     "Bus",
     "BusForbidden",
     "BusSubscription",
+    "DirectMessage",
     "EmbeddedBroker",
     "Limits",
     "Msg",

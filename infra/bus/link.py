@@ -207,7 +207,7 @@ class Link:
 
     # -- speaking ------------------------------------------------------------------------------
 
-    async def publish(
+    def say(
         self,
         subject: str,
         data: bytes = b"",
@@ -223,8 +223,18 @@ class Link:
         """
         self._say(subject, data, header_block_of(headers), reply)
 
+    async def publish(
+        self,
+        subject: str,
+        data: bytes = b"",
+        headers: Mapping[str, str] | None = None,
+        reply: str = "",
+    ) -> None:
+        """As :meth:`say`, for those who wait anyhow."""
+        self._say(subject, data, header_block_of(headers), reply)
+
     def _say(self, subject: str, data: bytes, head: bytes, reply: str) -> None:
-        """See :meth:`publish`; ``head`` is of :func:`header_block_of`."""
+        """See :meth:`say`; ``head`` is of :func:`header_block_of`."""
         client = self._client
         if not client.is_connected:
             raise BusUnavailable(f"the bus at {self.where} is away")
@@ -248,7 +258,7 @@ class Link:
         """Ask and wait for one answer.
 
         Raises:
-            BusUnavailable: as :meth:`publish`; or no answer in time, or the connection broke
+            BusUnavailable: as :meth:`say`; or no answer in time, or the connection broke
                 (the question may have been heard).
             NobodyListens: nothing answers on this subject.
             BusForbidden: our user may not publish there.
@@ -258,6 +268,24 @@ class Link:
         if has_no_responders(message):
             raise NobodyListens(f"nobody listens on {subject}")
         return message
+
+    def ask(
+        self, subject: str, data: bytes, headers: Mapping[str, str] | None, timeout_s: float
+    ) -> asyncio.Future[Msg]:
+        """Ask without waiting. What is returned brings the answer, or the error that stands for
+        one (:meth:`request` says which; that nobody listens is an answer here, see
+        ``has_no_responders``); whoever asks looks at it in any case.
+
+        Raises:
+            BusUnavailable, PayloadTooLarge, SchemaError: not asked, as :meth:`say`.
+        """
+        call = self._calls.begin(subject, timeout_s)
+        try:
+            self._say(subject, data, header_block_of(headers), call.reply)
+        except BaseException:
+            self._calls.give_up(call)
+            raise
+        return call.future
 
     async def _ask(self, subject: str, data: bytes, head: bytes, timeout_s: float) -> Msg:
         """The answer, whatever it is."""

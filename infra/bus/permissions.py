@@ -80,7 +80,7 @@ WORKER = Permissions(
     ),
     subscribe=(
         *(f"{ROOT}.{name}.>" for name in ("lease", "kv-lend", "cancel", "beat", "control")),
-        *(f"{ROOT}.{name}.>" for name in ("kv-events", "kv-snapshot")),
+        *(f"{ROOT}.{name}.>" for name in ("kv-events", "kv-snapshot", "direct.prefill")),
         f"{ROOT}.live.>",
         "_INBOX_worker.>",
     ),
@@ -90,6 +90,7 @@ WORKER = Permissions(
 BRIDGE = Permissions(
     publish=(
         f"{ROOT}.admission.>",
+        f"{ROOT}.direct.admission.>",
         f"{ROOT}.tokenize.*",
         f"{ROOT}.cancel.>",
         f"{ROOT}.beat.>",

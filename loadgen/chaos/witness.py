@@ -73,7 +73,9 @@ class Witness:
             BusForbidden: the user may not hear all of the mesh; the control's may.
         """
         for stage in _WORK:
-            await self._bus.subscribe(f"{subjects.ROOT}.{stage}.>", self.on_work)
+            work = f"{subjects.ROOT}.{stage}.>"
+            await self._bus.subscribe(work, self.on_work)
+            await self._bus.subscribe(subjects.direct(work), self.on_work)
         await self._bus.subscribe(subjects.live(f"{subjects.ROOT}.token-stream.>"), self.on_stream)
 
     def expect(self, label: str) -> Trace:
@@ -97,9 +99,9 @@ class Witness:
         return False
 
     def on_work(self, message: Msg) -> None:
-        """A task was queued."""
+        """A task was queued, or said directly."""
         with contextlib.suppress(SchemaError):  # of others; ours can be read
-            stage, _, worker = subjects.split_work(message.subject)
+            stage, _, worker = subjects.split_work(subjects.queued(message.subject))
             if stage == "admission":
                 self._on_admission(decode(message.data, InferenceRequest))
             elif trace := self._by_id.get((message.headers or {}).get(REQUEST, "")):

@@ -88,7 +88,11 @@ async def serve_bridge(ctx: RoleContext, config: BridgeConfig) -> None:
         await registry.start()
         ctx.health.set("models", False, "no control process has registered one yet")
         async with MeshClient(
-            ctx.bus, user=ctx.kind, name=ctx.process, max_waiting=config.max_waiting_deltas
+            ctx.bus,
+            user=ctx.kind,
+            name=ctx.process,
+            is_direct=True,
+            max_waiting=config.max_waiting_deltas,
         ) as client:
             windows = await open_windows(ctx, client, config)
             services = Services(

@@ -66,7 +66,7 @@ class Client(Protocol):
         can be no id, and BusUnavailable."""
 
     def resume(
-        self, request_id: str, *, reader: str, start_seq: int
+        self, request_id: str, *, reader: str, start_seq: int, record: RequestRecord
     ) -> AbstractAsyncContextManager[Stream]:
         """Read what ``reader`` submitted, from its first token on, beside others."""
 

@@ -71,7 +71,9 @@ class Resumer:
         services = self._services
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(services.windows.adopted(record.request_id))
-            stream = services.client.resume(record.request_id, reader=record.reader, start_seq=seq)
+            stream = services.client.resume(
+                record.request_id, reader=record.reader, start_seq=seq, record=record
+            )
             opener = partial(stack.enter_async_context, stream)
             generation = Generation([opener], record.sampling.n)
             await opened(call, generation, self._limits.accept_s)

@@ -22,10 +22,12 @@ from infra.bus import (
     ensure_topology,
     waiting_work,
 )
+from infra.task_scope import task_scope
 from infra.times import Times
 from pipeline.admission import Admission
 from pipeline.backlog import Backlog
 from pipeline.budget import Budget
+from pipeline.dispatch import Dispatch
 from pipeline.door_meter import DoorMeter
 from pipeline.doorkeeper import Doorkeeper
 from pipeline.fleet import Fleet
@@ -100,6 +102,7 @@ class Door:
     until: Until
     gate: Doorkeeper
     outlook: Outlook
+    dispatch: Dispatch
 
     def hear(self, beat: Beat) -> None:
         """A worker's heartbeat, as everybody in a control process hears it."""
@@ -138,8 +141,8 @@ class Door:
 
 def admission_of(
     ctx: StageContext, registry: Registry, fleet: Fleet, limit: int = LIMIT
-) -> tuple[Admission, Doorkeeper, Outlook]:
-    """Admission for the workers of ``fleet``, who lets requests go to them, and by what."""
+) -> tuple[Admission, Doorkeeper, Outlook, Dispatch]:
+    """Admission for the workers of ``fleet``, who lets requests go to them, by what, and how."""
     outlook, policies = Outlook(fleet, beat_s=60.0), FixedPolicies()
     placement = placing(fleet, outlook=outlook, clock=time.monotonic)
     door = Doorkeeper(
@@ -147,8 +150,11 @@ def admission_of(
     )
     backlog = Backlog(ctx.bus, limit, door.room.num_waiting)
     reader = PromptReader(fleet.max_sequence_tokens)
-    admission = Admission(ctx, registry, reader, backlog=backlog, door=door, policies=policies)
-    return admission, door, outlook
+    dispatch = Dispatch(ctx.bus, ctx.log)
+    admission = Admission(
+        ctx, registry, reader, backlog=backlog, door=door, policies=policies, dispatch=dispatch
+    )
+    return admission, door, outlook, dispatch
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -170,7 +176,7 @@ async def door(
         registry = Registry(bus)
         await registry.start()
         await registry.register(card_of(folder))
-        admission, gate, outlook = admission_of(ctx, registry, fleet)
+        admission, gate, outlook, dispatch = admission_of(ctx, registry, fleet)
         stage = Stage(
             ctx,
             "admission",
@@ -179,9 +185,15 @@ async def door(
             admission.reader_of,
             admission.handle,
             when_full=admission.when_full,
+            direct=subjects.direct(subjects.ALL_ADMISSION),
+            direct_queue="control",
         )
+        tasks = await stack.enter_async_context(task_scope())
+        tasks.create_task(dispatch.run())
         await stack.enter_async_context(running(stage))
-        yield Door(bus, ctx, ear, lines, fleet, ChatTokenizer(folder), until, gate, outlook)
+        yield Door(
+            bus, ctx, ear, lines, fleet, ChatTokenizer(folder), until, gate, outlook, dispatch
+        )
 
 
 def ask(request_id: str, **fields: Any) -> InferenceRequest:

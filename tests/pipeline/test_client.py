@@ -344,7 +344,7 @@ async def test_a_repeat_after_a_lost_answer_misses_nothing(
     async with mesh.client() as client:
         asked = request()
         with monkeypatch.context() as lost:
-            lost.setattr("pipeline.client.publish_work", answer_is_lost)
+            lost.setattr("pipeline.submitting.publish_work", answer_is_lost)
             with pytest.raises(BusUnavailable):
                 await client.submit(asked)
         assert client.num_open == 0

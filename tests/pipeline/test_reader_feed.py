@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-import pipeline.client
+import pipeline.submitting
 import pipeline.reader_feed
 from infra.bus import Bus
 from pipeline.claim_chain import ClaimChain
@@ -304,14 +304,14 @@ async def test_a_submit_that_is_cancelled_cancels_its_request(
     bus: Bus, client: MeshClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may have been stored: nobody would ever read it."""
-    stored, original = asyncio.Event(), pipeline.client.publish_work
+    stored, original = asyncio.Event(), pipeline.submitting.publish_work
 
     async def unanswered(*args: Any, **more: Any) -> Any:
         await original(*args, **more)
         stored.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(pipeline.client, "publish_work", unanswered)
+    monkeypatch.setattr(pipeline.submitting, "publish_work", unanswered)
     request = InferenceRequest(request_id=new_request_id(), model="tiny", prompt="x")
     async with asyncio.TaskGroup() as tasks:
         task = tasks.create_task(client.submit(request))

@@ -98,6 +98,7 @@ RECORD = RequestRecord(
     cost=288.0,
     reader_note=b"\x00their own\xff",
     slo=Slo(ttft_ms=500.0, tbt_ms=50.0, name="chat"),
+    is_direct=True,
 )
 HANDLE = KvHandle(
     lease_id="lease-1",

@@ -223,7 +223,7 @@ class FakeClient:
 
     @contextlib.asynccontextmanager
     async def resume(
-        self, request_id: str, *, reader: str, start_seq: int
+        self, request_id: str, *, reader: str, start_seq: int, record: RequestRecord
     ) -> AsyncIterator[FakeStream]:
         request = self.requests[start_seq - 1]
         assert (request.request_id, reader) == (request_id, READER)
