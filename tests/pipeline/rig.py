@@ -245,6 +245,21 @@ async def send(
     await publish_work(bus, subject, encode(message), headers, msg_id=new_id())
 
 
+async def send_direct(
+    bus: Bus, subject: str, message: PrefillTask, *, reply: str = "", msg_id: str = ""
+) -> None:
+    """Say a work message of the queue ``subject`` without the queue."""
+    headers = WorkHeaders(
+        schema=tag_of(type(message)),
+        request_id=message.request_id,
+        epoch=message.epoch,
+        deadline_unix_ms=bus.now_unix_ms() + 60_000,
+        traceparent=TRACE,
+    )
+    wire = headers.to_dict(msg_id or new_id())
+    await bus.publish(subjects.direct(subject), encode(message), wire, reply)
+
+
 async def store(bus: Bus, subject: str, message: Message) -> int:
     """Put a message into its stream as it is; its sequence."""
     return (await bus.publish_stored(subject, encode(message))).seq

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from infra.bus import (
 )
 from infra.task_scope import task_scope
 from infra.times import Times
+from pipeline.acceptance import accepted_of
 from pipeline.admission import Admission
 from pipeline.backlog import Backlog
 from pipeline.budget import Budget
@@ -38,10 +39,11 @@ from pipeline.registry import Registry
 from pipeline.stage import Stage, StageContext
 from pipeline.tokenizing import ChatTokenizer
 from schemas import subjects
-from schemas.codec import encode, unpack_ids
+from schemas.codec import decode, encode, tag_of, unpack_ids
 from schemas.control import Beat
 from schemas.headers import WorkHeaders
 from schemas.models import ModelCard
+from schemas.prefill import PrefillTask
 from schemas.requests import (
     ChatMessage,
     InferenceRequest,
@@ -159,6 +161,23 @@ def admission_of(
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def door(
+    tmp_path_factory: pytest.TempPathFactory, times: Times, until: Until
+) -> AsyncIterator[Door]:
+    async with open_door(tmp_path_factory, times, until) as door:
+        yield door
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def own_door(
+    tmp_path_factory: pytest.TempPathFactory, times: Times, until: Until
+) -> AsyncIterator[Door]:
+    """One that no other test has been at."""
+    async with open_door(tmp_path_factory, times, until) as door:
+        yield door
+
+
+@asynccontextmanager
+async def open_door(
     tmp_path_factory: pytest.TempPathFactory, times: Times, until: Until
 ) -> AsyncIterator[Door]:
     folder = tmp_path_factory.mktemp("tiny")
@@ -667,3 +686,99 @@ async def test_what_was_admitted_is_not_refused_later(door: Door) -> None:
         assert door.ear.end(READER, request_id) is None
     finally:
         door.hear(beat("w-tiny", state="gone"))
+
+
+# What comes directly --------------------------------------------------------------------------
+
+DIRECT = subjects.direct(SUBJECT)
+
+
+async def said(door: Door, request: InferenceRequest) -> Accepted | None:
+    """Say ``request`` without the queue; its answer, if it has one."""
+    headers = WorkHeaders(
+        schema=tag_of(InferenceRequest),
+        request_id=request.request_id,
+        epoch=0,
+        deadline_unix_ms=door.bus.now_unix_ms() + 60_000,
+    )
+    wire = headers.to_dict(f"{request.request_id}.admission")
+    answer = door.bus.ask(DIRECT, encode(request), wire, 60.0)
+    await door.until(lambda: answer.done() or door.ear.stream(READER, request.request_id), 60)
+    if answer.done():
+        return decode(answer.result().data, Accepted)
+    answer.cancel()
+    return None
+
+
+async def test_what_comes_directly_is_answered_and_goes_directly(own_door: Door) -> None:
+    """Accepted is the answer, the only worker is told the task; nothing but the record is stored,
+    and that says so."""
+    door = own_door
+    door.hear(beat("d0", num_free_slots=4))
+    own = subjects.direct(subjects.prefill(SERVED, "d0"))
+    await door.bus.subscribe(own, lambda _: None)
+    request_id = new_id()
+    word = await said(door, ask(request_id))
+    await door.until(lambda: door.ear.on(own))
+    record = await door.record(request_id)
+    assert record.is_direct
+    assert word == accepted_of(record)
+    task = decode(door.ear.on(own)[-1].data, PrefillTask)
+    assert (task.request_id, task.record) == (request_id, record)
+    assert door.ear.stream(READER, request_id) == []
+    assert door.ear.prefill_tasks(request_id) == []
+    assert len(door.dispatch) == 1
+
+
+async def test_without_a_worker_a_direct_requests_task_lies_in_the_queue(own_door: Door) -> None:
+    """It is accepted, for it is durable: whoever comes pulls it."""
+    door, request_id = own_door, new_id()
+    word = await said(door, ask(request_id))
+    assert word is not None
+    assert [subject for subject, _ in door.ear.prefill_tasks(request_id)] == [
+        subjects.prefill(SERVED)
+    ]
+    assert len(door.dispatch) == 0
+
+
+@pytest.mark.parametrize("case", ["an echo", "admitted before"])
+async def test_what_is_not_so_simple_takes_the_queue(door: Door, case: str) -> None:
+    """Its word says more than its record, or stands in the stream already."""
+    asked = ask(new_id(), echo=case == "an echo")
+    if case == "admitted before":
+        await door.admitted(asked, asked.request_id)
+    assert await said(door, asked) is None
+    await door.until(lambda: door.ear.on(SUBJECT)[-1:])
+    await door.until(lambda: decode(door.ear.on(SUBJECT)[-1].data, InferenceRequest) == asked, 60)
+    record = await door.record(asked.request_id)
+    assert not record.is_direct
+    (word,) = {w for w in door.ear.stream(READER, asked.request_id) if isinstance(w, Accepted)}
+    assert word.echo_text == ("The sea is" if asked.echo else None)
+
+
+async def test_a_direct_request_that_can_not_be_is_refused_on_its_chain(door: Door) -> None:
+    """As ever: with the field's name."""
+    request_id = new_id()
+    assert await said(door, ask(request_id, **sampled(temperature=-1.0))) is None
+    assert (await door.refused(request_id)).error.param == "temperature"
+
+
+async def test_a_direct_request_that_must_wait_waits_in_the_queue(
+    own_door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a moment it waits where it is; then it is made durable, and accepted by the stream."""
+    monkeypatch.setattr("pipeline.admission._MOMENT_S", 0.0)
+    door = own_door
+    door.hear(beat("d1", num_free_slots=0, num_running=4))
+    await door.bus.subscribe(subjects.direct(subjects.prefill(SERVED, "d1")), lambda _: None)
+    ahead = [new_id() for _ in range(4)]
+    for request_id in ahead:
+        assert await said(door, ask(request_id)) is not None
+    waits = new_id()
+    assert await said(door, ask(waits)) is None
+    (word,) = door.ear.stream(READER, waits)
+    assert isinstance(word, Accepted)
+    assert not (await door.record(waits)).is_direct
+    for request_id in ahead:
+        door.gate.hear_end(request_id, None)
+    await door.until(lambda: door.ear.prefill_tasks(waits))

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-import pipeline.submitting
 import pipeline.reader_feed
+import pipeline.submitting
 from infra.bus import Bus
 from pipeline.claim_chain import ClaimChain
 from pipeline.client import MeshClient, new_request_id
