@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from pipeline.prefix_hash import ID_BYTES
 from pipeline.work import Outgoing
 from schemas import subjects
 from schemas.requests import RequestRecord
 from schemas.tokens import Accepted
-
-_ID_BYTES = 4  # of a token id in a record
 
 
 def accepted_of(
@@ -27,7 +26,7 @@ def accepted_of(
         request_id=record.request_id,
         model=record.model,
         revision=record.revision,
-        prompt_tokens=len(record.prompt_ids) // _ID_BYTES,
+        prompt_tokens=len(record.prompt_ids) // ID_BYTES,
         max_tokens=record.sampling.max_tokens or 0,
         admitted_unix_ms=record.admitted_unix_ms,
         deadline_unix_ms=record.deadline_unix_ms,
