@@ -99,7 +99,10 @@ class Events(ABC):
                 parts.append(self._run(running, texts))
                 running, texts = choice, []
             if self._runs[choice] and delta.logprobs is None:
-                texts += _encoded(delta)
+                if delta.sizes:
+                    texts += _encoded(delta)
+                elif delta.text:
+                    texts.append(_encode(delta.text))
                 if delta.finish_reason is None:
                     continue
                 parts += (self._run(choice, texts), self._close(choice, delta.finish_reason))
@@ -219,8 +222,6 @@ class Events(ABC):
 
 def _encoded(delta: TokenDelta) -> list[bytes]:
     """The texts of its tokens as JSON, those that add some."""
-    if not delta.sizes:
-        return [_encode(delta.text)] if delta.text else []
     return [_encode(text) for text in delta.texts() if text]
 
 
