@@ -29,6 +29,7 @@ class Permit:
 
     tenant = ""
     key_name = ""
+    is_counted = False  # whether charges matter
 
     def may_use(self, model: str) -> bool:
         """Whether requests for ``model`` are answered."""
@@ -91,6 +92,8 @@ class KeyPermit(Permit):
 
 class MeteredPermit(KeyPermit):
     """That of a key with limits."""
+
+    is_counted = True
 
     def __init__(self, key: ApiKey, budgets: Budgets) -> None:
         super().__init__(key)

@@ -157,7 +157,8 @@ class Generator:
         note = self._note(body, len(requests))
         slo = call.permit.slo_of(asked_slo(call.headers))
         requests = signed(call, requests, body.priority, slo, note.packed())
-        call.permit.enter(first_charge(requests))
+        if call.permit.is_counted:
+            call.permit.enter(first_charge(requests))
         generation = self._generation(requests)
         ending: MeshError | None = None
         try:
@@ -240,7 +241,8 @@ class Generator:
         generation: Generation,
     ) -> None:
         await self._open(call, generation)
-        call.permit.confirm(exact_charge(requests, generation.accepted))
+        if call.permit.is_counted:
+            call.permit.confirm(exact_charge(requests, generation.accepted))
         call.facts["prompt_tokens"] = generation.prompt_tokens
         if body.stream:
             await self._stream(call, note, generation)
