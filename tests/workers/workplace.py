@@ -115,6 +115,9 @@ class Decider:
     def decode_worker(self, served: str, ready: KvReady) -> str:
         return self.decode
 
+    def max_sequence_tokens(self, served: str) -> int | None:
+        return None
+
 
 @dataclass(slots=True, kw_only=True)
 class Worker:
