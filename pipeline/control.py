@@ -21,10 +21,11 @@ from pipeline.decisions import Decisions
 from pipeline.dispatch import Dispatch
 from pipeline.policies import PolicyFile
 from pipeline.prompt_reader import PromptReader
+from pipeline.reaping import redeliver_to_control
 from pipeline.registry import Registry
 from pipeline.router import Router
 from pipeline.stage import Stage, StageContext, parse_as
-from pipeline.takeover import TakeOver, redeliver_to_control
+from pipeline.takeover import TakeOver
 from pipeline.tokenize_service import TokenizeService
 from pipeline.tokenizing import ChatTokenizer
 from pipeline.unclaimed import Unclaimed
@@ -79,6 +80,7 @@ async def serve_control(ctx: RoleContext, config: ControlConfig) -> None:
         when_full=admission.when_full,
         direct=direct(ALL_ADMISSION),
         direct_queue="control",
+        told_elsewhere=("admitted",),  # by the worker, when it has been executed
     )
     route: Stage[KvReady] = Stage(
         stage_ctx,

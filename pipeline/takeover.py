@@ -37,7 +37,6 @@ from pipeline.ownership import Holding, Ledger
 from pipeline.placement import Placement, PrefillPlace
 from pipeline.presence import Presence
 from pipeline.reaping import Reaper
-from pipeline.reaping import redeliver_to_control as redeliver_to_control
 from schemas import subjects
 from schemas.codec import decode, encode, tag_of
 from schemas.control import Adopt, Beat, CancelWord
