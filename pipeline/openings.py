@@ -36,7 +36,7 @@ AHEAD_MS = 100.0
 # what lies there; who is not, waits for it. Over four traces 100 and 20 ms gave a small tenant a
 # TTFT p99 of 522 and 495 ms (424 alone), and the large one beside it a mean of 4,705 and 4,867.
 MIXED_AHEAD_MS = 20.0
-_MAX_AHEAD = 32  # tasks on their way to one worker: at 5 ms each, 6,000 a second
+MAX_AHEAD = 256  # tasks on their way to one worker that has places for them
 _FULL_AHEAD = 4  # to one without a free place: its next ones, when some end at once
 _UNKNOWN_DEPTH = 16  # sequences that may wait at a worker without costs
 _MAX_HELD = 262_144  # requests whose end is awaited
@@ -183,7 +183,7 @@ class Openings:
         num_free = num_places - self._num_held.get(beat.worker, 0)
         num_shared = self._num_tasks.get((beat.served, ANY), 0) / num_workers
         num_coming = self._num_tasks.get((beat.served, beat.worker), 0) + num_shared
-        return num_coming < min(max(num_free, _FULL_AHEAD), _MAX_AHEAD)
+        return num_coming < min(max(num_free, _FULL_AHEAD), MAX_AHEAD)
 
     def _forget_task(self, request_id: str) -> None:
         task = self._tasks.pop(request_id, None)

@@ -13,6 +13,7 @@ another.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine, Iterator
@@ -50,6 +51,7 @@ from workers.kv.prefetch import Brought
 from workers.running import Running
 
 _ADD_S = 30.0  # a step may take seconds; after so long another worker may be better
+_REST_S = 0.002  # between two messages of tokens
 _MAX_TOGETHER = 1024  # tokens that go out together before the loop turns
 
 T = TypeVar("T")
@@ -106,7 +108,9 @@ class Execution:
         # Bounded by what the running requests may still generate. It grows only while the writer's
         # ring is full, that is when the broker has been away for minutes.
         self._reports: deque[StepReport] = deque()
-        self._until_report: asyncio.Future[None] | None = None  # while there is none
+        self._until_report: asyncio.Future[None] | None = None  # while there is none, or rest
+        self._rests_until_s = -math.inf  # on the loop's clock
+        self._is_resting = False
         self._tasks: asyncio.TaskGroup | None = None
 
     @property
@@ -126,8 +130,8 @@ class Execution:
     def on_report(self, report: StepReport) -> None:
         """From the engine's thread, on the loop."""
         self._reports.append(report)
-        if self._until_report is not None and not self._until_report.done():
-            self._until_report.set_result(None)
+        if not self._is_resting or report.is_urgent:
+            _settle(self._until_report)
 
     async def run(self) -> None:
         """Publish what the engine reports, until cancelled. What it has reported meanwhile goes
@@ -138,10 +142,27 @@ class Execution:
                 if not reports:
                     self._until_report = loop.create_future()
                     await self._until_report
+                await self._rest(loop)
                 report = reports.popleft()
                 while reports and len(report.outputs) < _MAX_TOGETHER:
                     report.join(reports.popleft())
                 await self._publish(report)
+                self._rests_until_s = loop.time() + _REST_S
+
+    async def _rest(self, loop: asyncio.AbstractEventLoop) -> None:
+        """So that an engine whose steps take microseconds does not make a message of each: its next
+        ones come along. Others' steps take longer than the rest, and what is urgent ends it."""
+        left_s = self._rests_until_s - loop.time()
+        if left_s <= 0 or any(report.is_urgent for report in self._reports):
+            return
+        self._until_report = loop.create_future()
+        self._is_resting = True
+        timer = loop.call_later(left_s, _settle, self._until_report)
+        try:
+            await self._until_report
+        finally:
+            self._is_resting = False
+            timer.cancel()
 
     def spawn(self, work: Coroutine[None, None, T], name: str) -> asyncio.Task[T]:
         """Let ``work`` run beside, as long as this execution does."""
@@ -336,3 +357,8 @@ class Execution:
         self._forget(running.claimed.key)
         self._claims.settle(running.claimed)
         self._endings.tell(running, outcome, finished)
+
+
+def _settle(future: asyncio.Future[None] | None) -> None:
+    if future is not None and not future.done():
+        future.set_result(None)

@@ -215,7 +215,7 @@ async def test_what_others_place_counts(until: Until) -> None:
     """Another control process fills the worker up: nobody goes from here."""
     rig = Rig()
     rig.open()
-    for i in range(32):
+    for i in range(64):
         placed = Placed(
             process="control-b", request_id=f"b{i}", served=SERVED, worker="w1", role="prefill"
         )

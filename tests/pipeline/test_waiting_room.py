@@ -15,7 +15,7 @@ from pipeline.company import COMPANY_S
 from pipeline.fair_queue import Ticket
 from pipeline.fleet import Fleet
 from pipeline.forecast import DecodeForecast
-from pipeline.openings import Openings
+from pipeline.openings import MAX_AHEAD, Openings
 from pipeline.verdict import Admit, Refuse, Wait
 from pipeline.waiting_room import WaitingRoom
 from schemas.control import Beat
@@ -270,11 +270,19 @@ def test_who_overtakes_needs_a_place_alone() -> None:
 
 def test_who_overtakes_waits_for_a_place() -> None:
     """No worker gets more tasks than it has places for, by whatever right they come."""
-    room = WaitingRoom(fleet_of("w1"), Told({"w1": 5000.0}), ahead_ms=AHEAD_MS)
+    fleet = fleet_of("w1", num_free_slots=32)
+    room = WaitingRoom(fleet, Told({"w1": 5000.0}), ahead_ms=AHEAD_MS)
     room.queue(SERVED).charge(ticket("big", "big"))
     room.push(ticket("big-0", "big"), NOW_S)
     went = arrive(room, *(ticket(f"t{i}", f"tenant-{i}") for i in range(40)))
     assert went == [True] * 32 + [False] * 8
+
+
+def test_too_many_are_on_their_way_to_a_large_worker() -> None:
+    """However many places it has: what it has not claimed is not there yet."""
+    room = WaitingRoom(fleet_of("w1", num_free_slots=1000), Told({"w1": 0.0}), ahead_ms=AHEAD_MS)
+    went = arrive(room, *(ticket(f"t{i}") for i in range(MAX_AHEAD + 1)))
+    assert went == [True] * MAX_AHEAD + [False]
 
 
 def test_another_pools_tenants_are_no_company() -> None:

@@ -255,6 +255,25 @@ async def test_tokens_of_what_was_dropped_are_not_published(place: Workplace) ->
     assert [delta.epoch for delta in answer.deltas] == [2] * 12
 
 
+async def test_tokens_wait_for_those_that_somebody_waits_for(
+    place: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a message the next ones rest, unless a first token or an end is among them: an engine
+    of very short steps sends a first token, and the others with the end."""
+    monkeypatch.setattr("workers.execution._REST_S", 1e6)
+    await both(place)
+    for _ in range(2):
+        record = await place.ask()
+        answer = await place.answer(record)
+        place.check(record, answer)
+        mine = [
+            batch
+            for batch in await batches(place)
+            if batch.deltas[0].request_id == record.request_id
+        ]
+        assert 1 <= len(mine) <= 2
+
+
 async def test_usage_counts_what_each_worker_found_in_its_cache(place: Workplace) -> None:
     """Cached prompt tokens, never more than the prompt has."""
     await both(place)

@@ -115,6 +115,14 @@ class StepReport(msgspec.Struct):
     num_computed_tokens: int = 0  # token positions run through the model in this step
     steps_s: list[float] = []  # how long each took, silent ones too
 
+    @property
+    def is_urgent(self) -> bool:
+        """Whether somebody waits for more than the next of many tokens: for a first one, an end,
+        or a way on."""
+        if self.finished or self.held or self.failed:
+            return True
+        return any(output.number == 0 for output in self.outputs)
+
     def join(self, later: StepReport) -> None:
         """Add what the next step brought."""
         self.outputs += later.outputs
