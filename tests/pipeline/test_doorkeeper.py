@@ -222,7 +222,7 @@ async def test_what_others_place_counts(until: Until) -> None:
         rig.door.hear_placed(placed)
     one, ask = rig.ask("one")
     assert rig.door.enter(one, ask) is None
-    rig.door.hear_claim(claim("b0", "w1"))
+    rig.door.hear_end("b0", 3)
     assert rig.door.enter(one, ask) is not None
 
 
