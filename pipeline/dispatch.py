@@ -23,7 +23,7 @@ from infra.task_scope import task_scope
 from pipeline.work import Outgoing
 from schemas import subjects
 from schemas.codec import encode
-from schemas.errors import BusUnavailable, MeshError
+from schemas.errors import BusUnavailable, MeshError, PayloadTooLarge
 from schemas.headers import WorkHeaders
 
 CLAIM_S = 1.0  # a worker that lives has claimed by then, or has put it into the queue itself
@@ -61,12 +61,12 @@ class Dispatch:
             False when it can't be said: it is to be queued.
         """
         request_id, payload = headers.request_id, encode(outgoing.message)
-        wire = headers.to_dict(outgoing.msg_id)
-        if len(self._said) >= MAX_SAID or not self._bus.fits(payload, wire):
+        wire, reply = headers.to_dict(outgoing.msg_id), f"{self._inbox}.{request_id}"
+        if len(self._said) >= MAX_SAID:
             return False
         try:
-            self._bus.say(subjects.direct(to), payload, wire, f"{self._inbox}.{request_id}")
-        except BusUnavailable:
+            self._bus.say(subjects.direct(to), payload, wire, reply)
+        except (BusUnavailable, PayloadTooLarge):
             return False
         self._said[request_id] = _Said(outgoing, headers, payload, time.monotonic() + CLAIM_S)
         self._some_said.set()

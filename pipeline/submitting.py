@@ -26,7 +26,7 @@ from infra.task_scope import task_scope
 from pipeline.token_stream import TokenStream
 from schemas import subjects
 from schemas.codec import decode
-from schemas.errors import BusUnavailable, MeshError, SchemaError
+from schemas.errors import BusUnavailable, MeshError, PayloadTooLarge, SchemaError
 from schemas.headers import WorkHeaders
 from schemas.tokens import Accepted
 
@@ -100,13 +100,11 @@ class DirectWay:
         if self._is_resting:  # this one tells whether somebody answers again
             self._rests_until_s = now_s + REST_S
         wire = submission.headers.to_dict(submission.msg_id)
-        if not self._bus.fits(submission.payload, wire):
-            return False
         try:
             answer = self._bus.ask(
                 subjects.direct(submission.subject), submission.payload, wire, _LATE_S
             )
-        except BusUnavailable:
+        except (BusUnavailable, PayloadTooLarge):
             return False
         self._open[submission.stream] = _Open(submission, now_s)
         self._some_open.set()

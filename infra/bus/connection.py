@@ -17,11 +17,12 @@ from infra.bus.errors import (
     WrongLastSequence,
     from_answer,
 )
-from infra.bus.link import BusSubscription as BusSubscription
-from infra.bus.link import Link, header_block_of
-from infra.bus.link import header_bytes as header_bytes
+from infra.bus.headers import header_block_of
+from infra.bus.headers import header_bytes as header_bytes
+from infra.bus.link import Link
 from infra.bus.message import Stored, StoredMessage, from_direct_get
 from infra.bus.names import TOKENS
+from infra.bus.subscription import BusSubscription as BusSubscription
 from infra.bus.wire import Msg as Msg
 from schemas.errors import BusUnavailable
 from schemas.headers import MSG_ID

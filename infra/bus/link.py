@@ -18,13 +18,14 @@ from typing import Any, Self
 
 import nats.errors
 import structlog
-from nats.aio.subscription import Subscription
 
 from infra.bus.calls import Call, PendingCalls, has_no_responders
 from infra.bus.client import PersistentClient, open_client, places
 from infra.bus.clock import BrokerClock
 from infra.bus.errors import BusForbidden, NobodyListens, from_answer
-from infra.bus.wire import Msg, header_block
+from infra.bus.headers import header_block_of, header_bytes
+from infra.bus.subscription import BusSubscription
+from infra.bus.wire import Msg
 from infra.times import Times
 from schemas.errors import BusUnavailable, MeshError, PayloadTooLarge, SchemaError
 
@@ -32,17 +33,6 @@ MAX_UNSENT_BYTES = 32 << 20  # what may wait for a broker that reads slowly
 _DENIED = re.compile(r'permissions violation for (?:publish|subscription) to "([^"]+)"')
 
 log = structlog.get_logger("bus")
-
-
-def header_bytes(headers: Mapping[str, str] | None) -> int:
-    """What headers add to a message on the wire; the broker's limit counts them."""
-    if not headers:
-        return 0
-    return 12 + sum(_num_bytes(k) + _num_bytes(v) + 4 for k, v in headers.items())
-
-
-def _num_bytes(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode())
 
 
 class Link:
@@ -361,36 +351,8 @@ class Link:
             self._denied[subject] = refused
 
 
-def header_block_of(headers: Mapping[str, str] | None) -> bytes:
-    """As :func:`header_block`; nothing without any.
-
-    Raises:
-        SchemaError: a name that is none.
-    """
-    if not headers:
-        return b""
-    try:
-        return header_block(headers)
-    except nats.errors.BadHeaderError as error:
-        raise SchemaError(f"{error} can't be a header", param="headers") from error
-
-
 def _unsayable(subject: str) -> SchemaError:
     return SchemaError(f"{subject!r} can't be published to", param="subject")
-
-
-class BusSubscription:
-    """What :meth:`Link.subscribe` made."""
-
-    def __init__(self, subscription: Subscription) -> None:
-        self._subscription = subscription
-
-    async def unsubscribe(self) -> None:
-        """Stop; nothing is delivered after this. Twice does nothing."""
-        with contextlib.suppress(
-            nats.errors.BadSubscriptionError, nats.errors.ConnectionClosedError
-        ):
-            await self._subscription.unsubscribe()
 
 
 class _Events:
