@@ -63,7 +63,12 @@ async def test_a_request_walks_the_whole_mesh(simulated_mesh: Mesh) -> None:
     ]
     batches: list[Any] = [one.fields for one in about if one.tag == "token-batch/1"]
     # A batch that is not confirmed in time is sent again: each token counts once.
-    by = {one.get("number", 0): batch["worker"] for batch in batches for one in batch["deltas"]}
+    by = {
+        delta.get("number", 0) + i: batch["worker"]
+        for batch in batches
+        for delta in batch["deltas"]
+        for i in range(len(delta["ids"]))
+    }
     assert [by[number] for number in sorted(by)] == [prefill.worker] + [decode.worker] * 5
     assert release.subject == subjects.lease(prefill.worker)
     assert len(answer.ids[0]) == 6
