@@ -233,11 +233,12 @@ class Admission:
             self._door.hear_end(record.request_id, None)
             raise
         self._note_admitted(entry)
-        task = prefill_task(record, place)
-        worker = place.alone or place.worker
-        is_said = worker != subjects.ANY and self._dispatch.say(
-            task, task.headers(work.headers), subjects.prefill(record.served, worker)
-        )
+        task, worker = prefill_task(record, place), place.alone or place.worker
+        is_said = False
+        if worker != subjects.ANY:
+            for_all = replace(task, subject=subjects.prefill(record.served))
+            own = subjects.prefill(record.served, worker)
+            is_said = self._dispatch.say(for_all, task.headers(work.headers), own)
         return Handled(
             outcome="admitted", publish=() if is_said else (task,), answer=accepted_of(record)
         )

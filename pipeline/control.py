@@ -29,6 +29,7 @@ from pipeline.takeover import TakeOver
 from pipeline.tokenize_service import TokenizeService
 from pipeline.tokenizing import ChatTokenizer
 from pipeline.unclaimed import Unclaimed
+from schemas.control import Beat
 from schemas.kv import KvReady
 from schemas.models import ModelCard
 from schemas.requests import InferenceRequest
@@ -36,6 +37,30 @@ from schemas.subjects import ALL_ADMISSION, direct, served
 from schemas.tokens import Claim
 
 MAX_WAITING = 32_768  # requests, of all models, that one process keeps un-acked
+
+
+class _Ears:
+    """Who wants to know what chains and beats tell."""
+
+    def __init__(self, decisions: Decisions, dispatch: Dispatch) -> None:
+        self._decisions = decisions
+        self._dispatch = dispatch
+
+    def hear_claim(self, claim: Claim) -> None:
+        """A worker has claimed a request."""
+        self._dispatch.heard(claim.request_id)
+        self._decisions.hear_claim(claim)
+
+    def hear_end(self, request_id: str, num_tokens: int | None) -> None:
+        """A request has ended."""
+        self._dispatch.heard(request_id)
+        self._decisions.hear_end(request_id, num_tokens)
+
+    def hear_beat(self, beat: Beat) -> None:
+        """A process told of itself, or who saw it die."""
+        if beat.state == "gone":
+            self._dispatch.lost(beat.worker)
+        self._decisions.hear_beat(beat)
 
 
 async def serve_control(ctx: RoleContext, config: ControlConfig) -> None:
@@ -91,14 +116,7 @@ async def serve_control(ctx: RoleContext, config: ControlConfig) -> None:
         Router(stage_ctx, decisions.placement, decisions.outlook).handle,
     )
 
-    def hear_claim(claim: Claim) -> None:
-        dispatch.heard(claim.request_id)
-        decisions.hear_claim(claim)
-
-    def hear_end(request_id: str, num_tokens: int | None) -> None:
-        dispatch.heard(request_id)
-        decisions.hear_end(request_id, num_tokens)
-
+    ears = _Ears(decisions, dispatch)
     takeover = TakeOver(
         bus,
         stage_ctx.chain,
@@ -106,10 +124,10 @@ async def serve_control(ctx: RoleContext, config: ControlConfig) -> None:
         ctx.metrics,
         ctx.log,
         placement=decisions.placement,
-        on_claim=hear_claim,
-        on_end=hear_end,
+        on_claim=ears.hear_claim,
+        on_end=ears.hear_end,
         on_stored=decisions.hear_stored,
-        on_beat=decisions.hear_beat,
+        on_beat=ears.hear_beat,
     )
     unclaimed = Unclaimed(
         bus, stage_ctx.chain, takeover.attendance, ctx.log, waiting=decisions.door.waiting

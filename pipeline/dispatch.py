@@ -2,7 +2,9 @@
 
     say      the worker hears it at once; the claim that it makes is heard on the chains
     heard    somebody claimed it, or it ended: nothing is left to do
-    run      what nobody hears, or has claimed in ``CLAIM_S``, is put into the queue
+    lost     its worker is gone
+    run      what nobody hears, or has claimed in ``CLAIM_S``, or was said to one that is gone, is
+             put into the queue
 
 Only for requests that nobody has been promised anything for: one that dies with this process before
 it is claimed is asked for again by whoever waits for it (``pipeline/submitting.py``). Said and
@@ -37,6 +39,7 @@ class _Said(msgspec.Struct, frozen=True):
     outgoing: Outgoing
     headers: WorkHeaders
     payload: bytes
+    to: str  # subject of its worker's queue
     due_s: float
 
 
@@ -55,7 +58,8 @@ class Dispatch:
         return len(self._said)
 
     def say(self, outgoing: Outgoing, headers: WorkHeaders, to: str) -> bool:
-        """Say the task ``outgoing`` to the worker whose queue has the subject ``to``.
+        """Say the task ``outgoing`` to the worker whose queue has the subject ``to``. If nothing
+        comes of that, it is queued as ``outgoing`` says: rather for all than for that worker.
 
         Returns:
             False when it can't be said: it is to be queued.
@@ -68,13 +72,20 @@ class Dispatch:
             self._bus.say(subjects.direct(to), payload, wire, reply)
         except (BusUnavailable, PayloadTooLarge):
             return False
-        self._said[request_id] = _Said(outgoing, headers, payload, time.monotonic() + CLAIM_S)
+        due_s = time.monotonic() + CLAIM_S
+        self._said[request_id] = _Said(outgoing, headers, payload, to, due_s)
         self._some_said.set()
         return True
 
     def heard(self, request_id: str) -> None:
         """A request was claimed, or has ended."""
         self._said.pop(request_id, None)
+
+    def lost(self, worker: str) -> None:
+        """A worker is gone: it will claim nothing more."""
+        for request_id, said in self._said.items():
+            if said.to.endswith(f".{worker}"):
+                self._overdue.put_nowait(request_id)
 
     async def run(self) -> None:
         """Queue what nobody hears, and what is overdue, for ever."""

@@ -6,7 +6,8 @@
 
 A request that was said directly is *open* until its stream tells of it: of its claim, its end, or
 that it was accepted by way of the queue. Until then nobody has promised anything, so it is queued
-here when nobody hears it, when nobody answers (``ANSWER_S``), and when it stays open (``OPEN_S``).
+here when nobody hears it, when nobody answers (``ANSWER_S``; at once when a control process is
+gone), and when it stays open (``OPEN_S``).
 Twice is harmless: the record is written once, and the claim decides.
 
 While nobody answers, requests are queued; one of them is tried directly once in ``REST_S``.
@@ -15,6 +16,7 @@ While nobody answers, requests are queued; one of them is tried directly once in
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 
 import msgspec
@@ -26,6 +28,7 @@ from infra.task_scope import task_scope
 from pipeline.token_stream import TokenStream
 from schemas import subjects
 from schemas.codec import decode
+from schemas.control import Beat
 from schemas.errors import BusUnavailable, MeshError, PayloadTooLarge, SchemaError
 from schemas.headers import WorkHeaders
 from schemas.tokens import Accepted
@@ -114,11 +117,25 @@ class DirectWay:
 
     async def run(self) -> None:
         """Queue what nothing comes of, for ever."""
-        async with task_scope() as tasks:
-            tasks.create_task(self._look_for_ever(), name="open requests")
-            while True:
-                submission = await self._to_queue.get()
-                tasks.create_task(self._queue(submission), name="queue a request")
+        beats = await self._bus.subscribe(subjects.ALL_BEATS, self._hear_beat)
+        try:
+            async with task_scope() as tasks:
+                tasks.create_task(self._look_for_ever(), name="open requests")
+                while True:
+                    submission = await self._to_queue.get()
+                    tasks.create_task(self._queue(submission), name="queue a request")
+        finally:
+            await beats.unsubscribe()
+
+    def _hear_beat(self, message: Msg) -> None:
+        """A control process that is gone answers nothing more; which of them had heard a request is
+        not known."""
+        with contextlib.suppress(SchemaError):  # a newer peer's
+            beat = decode(message.data, Beat)
+            if beat.kind == "control" and beat.state == "gone":
+                for opened in self._open.values():
+                    if not opened.is_answered:
+                        self._to_queue.put_nowait(opened.submission)
 
     def _heard_of(self, stream: TokenStream) -> None:
         self._open.pop(stream, None)

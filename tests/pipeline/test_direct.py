@@ -272,6 +272,21 @@ async def test_a_task_that_nobody_claims_is_queued(
         await until_queued(ctx.bus, {SHARED: 1})
 
 
+async def test_what_was_said_to_one_that_is_gone_is_queued_at_once(ctx: StageContext) -> None:
+    """For whoever pulls it; what others were told is left to them."""
+    every_worker = subjects.direct(SHARED).removesuffix(subjects.ANY) + "*"
+    await ctx.bus.subscribe(every_worker, lambda _: None)
+    lost, kept = new_id(), new_id()
+    async with dispatching(ctx) as dispatch:
+        assert say(dispatch, lost)
+        task = outgoing(kept)
+        assert dispatch.say(task, headers_of(task, kept), subjects.prefill(SERVED, "w2"))
+        dispatch.lost("w1")
+        await until_queued(ctx.bus, {SHARED: 1})
+        assert len(dispatch) == 1
+        dispatch.heard(kept)
+
+
 async def test_a_process_that_leaves_queues_the_rest(ctx: StageContext) -> None:
     """Nobody else watches over what it said."""
     await ctx.bus.subscribe(subjects.direct(OWN), lambda _: None)

@@ -20,7 +20,7 @@ from schemas.headers import MSG_ID, WorkHeaders
 from schemas.requests import InferenceRequest
 from schemas.tokens import Accepted, StreamError
 from tests.conftest import Until
-from tests.pipeline.rig import TRACE, batch, claim, record, store, stream_end
+from tests.pipeline.rig import TRACE, batch, beat, claim, record, store, stream_end
 
 MODEL = "tiny"
 QUEUE = subjects.admission(MODEL)
@@ -119,6 +119,21 @@ async def test_without_an_answer_it_is_queued(
         asked = request()
         await client.submit(asked)
         await until_queued(bus, asked.request_id)
+
+
+async def test_what_a_lost_control_process_may_have_heard_is_queued_at_once(
+    bus: Bus, connect: Any, until: Until
+) -> None:
+    """Whoever sees it die says so; what was answered is another's."""
+    door = await Door(bus, answers=False).open()
+    async with direct_client(connect) as client:
+        asked = request()
+        await client.submit(asked)
+        await until(lambda: door.heard)
+        gone = msgspec.structs.replace(beat("", state="gone"), kind="control", worker="")
+        while not await queued(bus):
+            await bus.publish(subjects.beat("control-1"), encode(gone))
+        assert await queued(bus) == [asked.request_id]
 
 
 async def test_one_that_nobody_claims_is_queued(
