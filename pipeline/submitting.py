@@ -36,7 +36,7 @@ from schemas.tokens import Accepted
 ANSWER_S = 1.0
 OPEN_S = 2.5  # longer than a task may be said to a worker that does not claim it
 REST_S = 5.0
-_OUTAGE_S = 5.0  # that putting it into the queue waits for a broker
+_OUTAGE_S = 60.0  # that putting it into the queue waits for a broker, if its reader does
 _LATE_S = 10.0  # an answer that comes so late still says that somebody is there
 _LOOK_S = 0.25
 
@@ -64,15 +64,18 @@ class Submission(msgspec.Struct, frozen=True):
 class _Open:
     """A request of which its stream has not told."""
 
-    __slots__ = ("is_answered", "since_s", "submission")
+    __slots__ = ("is_answered", "is_being_queued", "since_s", "submission")
 
     def __init__(self, submission: Submission, since_s: float) -> None:
         self.submission = submission
         self.since_s = since_s
         self.is_answered = False
+        self.is_being_queued = False
 
     def is_overdue(self, now_s: float) -> bool:
         """Whether nothing seems to come of it."""
+        if self.is_being_queued:
+            return False
         return now_s - self.since_s > (OPEN_S if self.is_answered else ANSWER_S)
 
 
@@ -180,12 +183,14 @@ class DirectWay:
                         self._unanswered(opened.submission, f"no answer in {ANSWER_S:g} s")
 
     async def _queue(self, submission: Submission) -> None:
-        """Queue what is still open; whoever reads it is told why it can't be."""
+        """Queue what is still open, through an outage; whoever reads it is told why it can't be."""
         stream = submission.stream
-        if self._open.pop(stream, None) is None:
+        opened = self._open.get(stream)
+        if opened is None or opened.is_being_queued:
             return
+        opened.is_being_queued = True
         ends_s = self._loop.time() + _OUTAGE_S
-        while True:
+        while stream in self._open:  # else it was heard of, or left
             try:
                 await submission.queue(self._bus)
             except BusUnavailable as error:
@@ -195,4 +200,4 @@ class DirectWay:
                 stream.fail(error)
             except MeshError as error:
                 stream.fail(error)
-            return
+            self._open.pop(stream, None)

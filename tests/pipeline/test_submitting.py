@@ -238,6 +238,25 @@ async def test_a_broker_that_is_away_is_told(
         await broker.restart()
 
 
+async def test_an_outage_is_waited_out(
+    bus: Bus, connect: Any, broker: EmbeddedBroker, until: Until
+) -> None:
+    """What was said before it is queued when the broker is back; what was left meanwhile is not."""
+    door = await Door(bus, answers=False).open()
+    async with direct_client(connect) as client:
+        first, second = request(), request()
+        stays, leaves = await client.submit(first), await client.submit(second)
+        await until(lambda: len(door.heard) == 2)
+        await broker.kill()
+        await until(lambda: not client.bus.is_connected)
+        leaves.leave()
+        await broker.restart()
+        await until(lambda: bus.is_connected, 10)
+        await until_queued(bus, first.request_id)
+        await say_all(bus, stays)
+        assert [delta.ids async for delta in stays] == [(7,)]
+
+
 async def test_a_word_that_can_not_be_read_is_no_answer(bus: Bus, connect: Any) -> None:
     """A newer peer's: by way of the queue it will be told in the stream."""
     await bus.subscribe(DIRECT, lambda message: bus.say(message.reply, b"\x81\xa1t\xa1?"))
