@@ -13,7 +13,7 @@ from infra.bus.connection import Bus, Msg
 from infra.bus.message import NO_HEADERS, Delivery
 from infra.bus.pull import WorkMessage
 from schemas import subjects
-from schemas.errors import BusUnavailable, QueueFull
+from schemas.errors import BusUnavailable, MeshError
 from schemas.headers import MSG_ID
 
 _numbers = itertools.count(secrets.randbits(62))  # dead letters of two processes differ
@@ -54,12 +54,12 @@ class DirectMessage(WorkMessage):
         """Put it into the queue, at once.
 
         Raises:
-            BusUnavailable: not stored, for the broker is away or the queue is full: left to who
-                said it.
+            BusUnavailable: not stored, for the broker is away, the queue is full, or its headers
+                are none that we would write: left to who said it.
         """
         try:
             await self._bus.publish_stored(
                 self.subject, self.data, self.headers, msg_id=self.headers.get(MSG_ID)
             )
-        except QueueFull as error:
+        except MeshError as error:
             raise BusUnavailable(error.message) from error

@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from infra.bus import Bus, Limits, any_consumer, ensure_topology, peek, waiting_work
+from infra.bus import (
+    Bus,
+    DirectMessage,
+    Limits,
+    Msg,
+    any_consumer,
+    ensure_topology,
+    peek,
+    waiting_work,
+)
 from infra.task_scope import task_scope
 from pipeline.dispatch import Dispatch
 from pipeline.placement import PrefillPlace
@@ -18,7 +27,7 @@ from pipeline.stage import Handled, Stage, StageContext, Work, parse_as
 from pipeline.work import Outgoing
 from schemas import subjects
 from schemas.codec import decode, tag_of
-from schemas.errors import InvalidRequest, NoCapacity
+from schemas.errors import BusUnavailable, InvalidRequest, NoCapacity
 from schemas.headers import MSG_ID, WorkHeaders
 from schemas.prefill import PrefillTask
 from schemas.tokens import Cancelled
@@ -201,6 +210,14 @@ async def test_a_full_queue_leaves_it_to_who_said_it(
             await send_direct(ctx.bus, OWN, prefill_task(new_id()))
         await until(lambda: len(lines.outcomes("prefill")) >= 3)
     assert sorted(lines.outcomes("prefill")[-2:]) == ["bus_away", "later"]
+
+
+async def test_odd_headers_end_nobody(ctx: StageContext) -> None:
+    """They can be sent, and read, but not written again: the message is left to who said it."""
+    odd = Msg(subjects.direct(OWN), "", b"", b"NATS/1.0\r\nan odd name: 1\r\n\r\n")
+    with pytest.raises(BusUnavailable):
+        await DirectMessage(ctx.bus, odd).nak()
+    assert await waiting_work(ctx.bus) == {}
 
 
 # Dispatch -------------------------------------------------------------------------------------
