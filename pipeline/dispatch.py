@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import OrderedDict
 
 import msgspec
 
@@ -52,7 +53,8 @@ class Dispatch:
         self._inbox = bus.new_inbox()  # where the broker says that nobody listens
         self._said: dict[str, _Said] = {}  # by request, oldest first
         self._some_said = asyncio.Event()
-        self._overdue: asyncio.Queue[str] = asyncio.Queue()  # of what was said: no more than that
+        self._overdue: OrderedDict[str, None] = OrderedDict()  # of what was said, each once
+        self._some_overdue = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._said)
@@ -85,7 +87,7 @@ class Dispatch:
         """A worker is gone: it will claim nothing more."""
         for request_id, said in self._said.items():
             if said.to.endswith(f".{worker}"):
-                self._overdue.put_nowait(request_id)
+                self._hurry(request_id)
 
     async def run(self) -> None:
         """Queue what nobody hears, and what is overdue, for ever."""
@@ -94,7 +96,11 @@ class Dispatch:
             async with task_scope() as tasks:
                 tasks.create_task(self._look_for_ever(), name="overdue tasks")
                 while True:
-                    await self._queue(await self._overdue.get())
+                    await self._some_overdue.wait()
+                    self._some_overdue.clear()
+                    while self._overdue:
+                        request_id, _ = self._overdue.popitem(last=False)
+                        await self._queue(request_id)
         finally:
             await answers.unsubscribe()
 
@@ -105,7 +111,11 @@ class Dispatch:
 
     def _hear(self, message: Msg) -> None:
         if has_no_responders(message):
-            self._overdue.put_nowait(message.subject.rpartition(".")[2])
+            self._hurry(message.subject.rpartition(".")[2])
+
+    def _hurry(self, request_id: str) -> None:
+        self._overdue[request_id] = None
+        self._some_overdue.set()
 
     async def _look_for_ever(self) -> None:
         while True:
@@ -117,7 +127,7 @@ class Dispatch:
                 for request_id, said in self._said.items():
                     if said.due_s > now_s:
                         break
-                    self._overdue.put_nowait(request_id)
+                    self._hurry(request_id)
 
     async def _queue(self, request_id: str) -> None:
         said = self._said.pop(request_id, None)
