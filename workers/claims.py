@@ -92,6 +92,19 @@ def key_of(task: Task) -> str:
     return f"{task.request_id}.{task.epoch}"
 
 
+def as_claimed(work: TaskWork, record: RequestRecord, role: str, seq: int = 0) -> Claimed:
+    """What ``work`` asks for, as it is owned when its claim is stored, at ``seq``."""
+    task = work.message
+    return Claimed(
+        record=record,
+        epoch=task.epoch,
+        seq=seq,
+        role=role,
+        traceparent=work.headers.traceparent,
+        overtakes=isinstance(task, PrefillTask) and task.overtakes,
+    )
+
+
 def _num_tokens(task: Task, record: RequestRecord) -> int:
     """Of the prompt, and of the answer as far as the task tells."""
     ready = () if isinstance(task, PrefillTask) else task.ready.tokens
@@ -223,14 +236,7 @@ class Claims:
         )
         if seq is None:
             return None
-        claimed = Claimed(
-            record=record,
-            epoch=task.epoch,
-            seq=seq,
-            role=role,
-            traceparent=work.headers.traceparent,
-            overtakes=isinstance(task, PrefillTask) and task.overtakes,
-        )
+        claimed = as_claimed(work, record, role, seq)
         self._owed[claimed.key] = claimed
         self._num_choices += claimed.num_choices
         self._made[claimed.key] = None

@@ -49,7 +49,7 @@ class Decode:
         """Make room, then claim while the blocks are being copied. A copy for a claim that is
         lost went into blocks that nobody used."""
         task = work.message
-        await self._execution.trace.mark(task.request_id, "decode_received")
+        self._execution.trace.mark(task.request_id, "decode_received")
         with self._claims.attempt(task) as is_first:
             if not is_first:
                 return Handled(outcome="repeated")

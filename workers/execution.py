@@ -1,6 +1,7 @@
 """From claimed requests to tokens on the stream.
 
     start(claimed)  ->  engine  ->  reports  ->  one TokenBatch per reader and step
+    begin, adopt    ->     "           "         the same; begun while the claim was being stored
                                     held      ->  lease, KvReady
                                     finished  ->  every token confirmed, then StreamEnd
                                     failed    ->  StreamError
@@ -36,6 +37,7 @@ from schemas.errors import (
     QueueFull,
 )
 from schemas.tokens import TokenBatch, TokenDelta
+from workers.ahead import Ahead, Begun
 from workers.claims import Claimed, Claims
 from workers.ending import Endings
 from workers.engine.api import (
@@ -104,6 +106,7 @@ class Execution:
         self._hand_over = hand_over
         self._on_room = on_room
         self._running: dict[str, Running] = {}
+        self._ahead = Ahead(engine)
         self._num_decoding = 0
         # Bounded by what the running requests may still generate. It grows only while the writer's
         # ring is full, that is when the broker has been away for minutes.
@@ -129,6 +132,7 @@ class Execution:
 
     def on_report(self, report: StepReport) -> None:
         """From the engine's thread, on the loop."""
+        self._ahead.keep(report)
         self._reports.append(report)
         if not self._is_resting or report.is_urgent:
             _settle(self._until_report)
@@ -169,6 +173,29 @@ class Execution:
         assert self._tasks is not None, "run comes first"
         return self._tasks.create_task(work, name=name)
 
+    def begin(self, wished: Claimed) -> None:
+        """Give the engine a request that is being claimed, as it will be if the claim is stored:
+        then :meth:`adopt` or :meth:`start` follows, else :meth:`give_up`."""
+        if wished.record.sampling.response_format is None:  # that one is to be prepared
+            self._ahead.begin(self._request(wished, NOTHING_IMPORTED))
+
+    def adopt(self, claimed: Claimed) -> bool:
+        """Go on with what was begun, which is claimed now.
+
+        Returns:
+            False when the engine has not taken it by now: it is to be started.
+        """
+        begun = self._ahead.find(claimed.key)
+        if begun is None or not begun.is_taken:
+            return False
+        self._enter(Running(claimed))
+        self._mark_started(claimed)
+        return True
+
+    def give_up(self, key: str) -> None:
+        """Compute no more of what was begun, and of which nothing was told."""
+        self._ahead.give_up(key)
+
     async def start(
         self,
         claimed: Claimed,
@@ -184,15 +211,19 @@ class Execution:
                 request again.
         """
         if not self._claims.owes(claimed):
+            self.give_up(claimed.key)
             self.release(claimed.key)  # cancelled before it began
             if brought is not None:
                 brought.let_go()
             return
         running = Running(claimed, num_cached_tokens, imported.num_tokens, brought)
-        self._running[claimed.key] = running
         try:
-            request = self._request(claimed, imported)
-            await self._add(request)
+            begun = self._enter(running)
+            if begun is None:
+                await self._add(self._request(claimed, imported))
+            else:
+                async with asyncio.timeout(_ADD_S):
+                    await begun.adding
         except (EngineFailed, asyncio.CancelledError):
             running.brought.let_go()
             raise
@@ -208,8 +239,23 @@ class Execution:
             self._log.exception("request_not_taken", key=claimed.key)
             await self._abandon(claimed, EngineFailed(f"the engine did not take it: {error}"))
         else:
-            point: Point = "prefill_started" if claimed.role == "prefill" else "decode_started"
-            await self.trace.mark(claimed.record.request_id, point)
+            self._mark_started(claimed)
+
+    def _enter(self, running: Running) -> Begun | None:
+        """What the engine reports of it is told from here on, and what it has reported, if it was
+        begun."""
+        key = running.claimed.key
+        begun = self._ahead.take(key)
+        self._running[key] = running
+        if begun is not None:
+            running.started_s = begun.since_s
+            if not begun.report.is_silent:
+                self.on_report(begun.report)
+        return begun
+
+    def _mark_started(self, claimed: Claimed) -> None:
+        point: Point = "prefill_started" if claimed.role == "prefill" else "decode_started"
+        self.trace.mark(claimed.record.request_id, point)
 
     async def _add(self, request: EngineRequest) -> None:
         if request.sampling.response_format is not None:
@@ -239,6 +285,7 @@ class Execution:
 
     def drop_all(self) -> None:
         """Compute nothing more."""
+        self._ahead.give_up_all()
         for running in list(self._running.values()):
             self.drop(running.claimed)
 
@@ -350,7 +397,7 @@ class Execution:
         await self._writer.put(subjects.token_stream(reader), data, ask=ask)
         if self.trace.is_on:
             for delta in deltas:
-                await self.trace.mark(delta.request_id, "token_written", delta.number)
+                self.trace.mark(delta.request_id, "token_written", delta.number)
 
     async def _end(self, running: Running, finished: FinishedRequest) -> None:
         outcome = await self._endings.store(running, finished)

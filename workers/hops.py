@@ -36,7 +36,7 @@ class HopTrace:
         self._subject = f"{ROOT}.trace.{worker}"
         self.is_on = os.environ.get(VARIABLE) == "1"
 
-    async def mark(self, request_id: str, point: Point, number: int = 0) -> None:
+    def mark(self, request_id: str, point: Point, number: int = 0) -> None:
         """Publish the present time as that of ``point``."""
         if not self.is_on:
             return
@@ -47,6 +47,6 @@ class HopTrace:
             "monotonic_ns": time.monotonic_ns(),
         }
         try:
-            await self._bus.publish(self._subject, msgspec.msgpack.encode(facts))
+            self._bus.say(self._subject, msgspec.msgpack.encode(facts))
         except BusUnavailable:
             return  # a bench that lost its bus has no figures anyhow

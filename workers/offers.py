@@ -147,7 +147,7 @@ class Offers:
             traceparent=claimed.traceparent,
         )
         msg_id = f"{record.request_id}.kv-ready.{claimed.epoch}"
-        await self._trace.mark(record.request_id, "kv_ready_published")
+        self._trace.mark(record.request_id, "kv_ready_published")
         subject = subjects.kv_ready(record.served)
         await publish_work(self._bus, subject, encode(ready), headers, msg_id=msg_id)
 

@@ -21,7 +21,7 @@ from pipeline.stage import Handled, Work
 from schemas.errors import MeshError
 from schemas.prefill import PrefillTask
 from schemas.requests import RequestRecord
-from workers.claims import Claimed, Claims
+from workers.claims import Claimed, Claims, as_claimed, key_of
 from workers.execution import Execution
 from workers.kv.borrowing import Lenders
 from workers.kv.prefetch import Bringing, Prefetch
@@ -52,24 +52,29 @@ class Prefill:
         self._prefix = prefix
 
     async def handle(self, work: Work[PrefillTask]) -> Handled:
-        """Claim while a known prefix is being fetched, find the tokens that exist, give it to the
-        engine."""
+        """Claim while a known prefix is being fetched, or the engine computes; find the tokens that
+        exist, give it to the engine."""
         task = work.message
-        await self._execution.trace.mark(task.request_id, "prefill_received")
+        self._execution.trace.mark(task.request_id, "prefill_received")
         with self._claims.attempt(task) as is_first:
             if not is_first:
                 return Handled(outcome="repeated")
             record = await self._claims.record_of(task)
+            is_new = task.after_seq == 0  # else there may be tokens
             bringing, claimed = self._bring(task, record), None
+            if is_new and bringing is None:
+                self._execution.begin(as_claimed(work, record, "prefill"))
             try:
                 claimed = await self._claims.claim(work, record, "prefill")
             finally:
                 if claimed is None:
                     _drop(bringing)
+                    self._execution.give_up(key_of(task))
         if claimed is None:
             return Handled(outcome="superseded")
-        start = self._start(claimed, bringing, is_new=task.after_seq == 0)
-        self._execution.spawn(start, f"start {claimed.key}")
+        if not self._execution.adopt(claimed):
+            start = self._start(claimed, bringing, is_new=is_new)
+            self._execution.spawn(start, f"start {claimed.key}")
         return Handled(outcome="claimed")
 
     def _bring(self, task: PrefillTask, record: RequestRecord) -> Bringing | None:

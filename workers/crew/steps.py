@@ -123,18 +123,15 @@ class StepsOnLoop(EngineThread):
                 timer.cancel()
         self._fail_waiting()
 
-    async def call(self, function: Callable[[EngineApi], T], timeout_s: float | None = None) -> T:
+    def ask(self, function: Callable[[EngineApi], T]) -> asyncio.Future[T]:
         """See :class:`EngineThread`."""
-        if self._report is None and not self._commands and not self._is_over:
-            try:
-                return function(self._engine)
-            finally:
-                self._is_checked = False
-                self._turn_soon()
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._enqueue(function, future)
-        async with asyncio.timeout(timeout_s):
-            return await future
+        if self._report is None and not self._commands and not self._is_over:
+            self._run_command(function, future)
+            self._turn_soon()
+        else:
+            self._enqueue(function, future)
+        return future
 
     def _enqueue(
         self, function: Callable[[EngineApi], Any], future: asyncio.Future[Any] | None
@@ -215,7 +212,7 @@ class StepsOnLoop(EngineThread):
         assert report is not None, "a step is under way"
         now_s = self.last_progress_s = time.monotonic()
         self._busy_since_s = None
-        if report.outputs or report.held or report.finished or report.failed:
+        if not report.is_silent:
             report.steps_s, self._untold_s = self._untold_s, []
             self._on_report(report)
         begins_s = self._clock.ends_s

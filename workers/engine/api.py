@@ -123,6 +123,11 @@ class StepReport(msgspec.Struct):
             return True
         return any(output.number == 0 for output in self.outputs)
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether it tells nothing of any request."""
+        return not (self.outputs or self.held or self.finished or self.failed)
+
     def join(self, later: StepReport) -> None:
         """Add what the next step brought."""
         self.outputs += later.outputs

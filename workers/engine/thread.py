@@ -3,7 +3,7 @@
 ::
 
     event loop                         engine thread
-    call(f), post(f)  -- commands -->  run all commands, then one step, and again
+    call, ask, post   -- commands -->  run all commands, then one step, and again
     on_report(report) <-- reports ---  after each step that brought something
 
 Both directions are bounded. The thread sleeps while there is nothing to do; the event loop never
@@ -125,27 +125,31 @@ class EngineThread:
             QueueFull: too many wait already.
             EngineFailed: the engine broke or was stopped.
         """
-        loop = asyncio.get_running_loop()
-        with self._condition:
-            if self._is_asleep and not self._commands and not self._is_stopping:
-                return self._call_asleep(function)
-            future: asyncio.Future[T] = loop.create_future()
-            self._enqueue(function, future)
-        if timeout_s is None:
+        future = self.ask(function)
+        if timeout_s is None or future.done():
             return await future
-        timer = loop.call_later(timeout_s, _give_up, future)
+        timer = asyncio.get_running_loop().call_later(timeout_s, _give_up, future)
         try:
             return await future
         finally:
             timer.cancel()
 
-    def _call_asleep(self, function: Callable[[EngineApi], T]) -> T:
-        """Under the lock, without which the thread does not wake."""
-        try:
-            return function(self._engine)
-        finally:
-            self._is_checked = False
-            self._condition.notify_all()
+    def ask(self, function: Callable[[EngineApi], T]) -> asyncio.Future[T]:
+        """The same without waiting: what it returned or raised will be the future's. Whoever asks
+        looks at that in any case, or cancels it.
+
+        Raises:
+            QueueFull, EngineFailed: not asked, as :meth:`call`.
+        """
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        with self._condition:
+            if self._is_asleep and not self._commands and not self._is_stopping:
+                _settle([_answer(future, function, self._engine)])  # it can't wake meanwhile
+                self._is_checked = False
+                self._condition.notify_all()
+            else:
+                self._enqueue(function, future)
+        return future
 
     def post(self, function: Callable[[EngineApi], object]) -> None:
         """The same without an answer. An exception in it is fatal to the engine.
@@ -250,7 +254,7 @@ class EngineThread:
                 self._tell_loop(_settle, answers)
 
     def _hand_over(self, report: StepReport) -> None:
-        if not (report.outputs or report.held or report.finished or report.failed):
+        if report.is_silent:
             return
         report.steps_s, self._untold_s = self._untold_s, []
         self._num_reported += 1

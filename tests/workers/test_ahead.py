@@ -1,0 +1,207 @@
+"""What the engine begins while the claim is being stored."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from schemas.errors import BusUnavailable
+from schemas.tokens import Claim, StreamError
+from tests.workers.workplace import PROMPT, Worker, Workplace, is_claim, until
+from workers.ahead import Ahead
+from workers.engine.api import EngineRequest, FinishedRequest, StepReport, TokenOutput
+
+
+class Broker:
+    """Between a worker and its claims: what it appends waits until a test lets it."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.chain = worker.now._claims.chain
+        self.may_go = asyncio.Event()
+        self.num_waiting = 0
+        self.fails = 0  # so many answers are lost
+        self._append = self.chain.append
+
+    async def append(self, reader: str, entry: Any, after_seq: int) -> int | None:
+        if isinstance(entry, Claim):
+            self.num_waiting += 1
+            await self.may_go.wait()
+            self.num_waiting -= 1
+        seq = await self._append(reader, entry, after_seq)
+        if self.fails:
+            self.fails -= 1
+            raise BusUnavailable("the answer was lost")
+        return seq
+
+
+@asynccontextmanager
+async def slow_claims(
+    place: Workplace, role: str = "both", **fields: Any
+) -> AsyncIterator[tuple[Worker, Broker]]:
+    worker = await place.worker("b", role, **fields)
+    await until(lambda: worker.incarnations)
+    broker = Broker(worker)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(broker.chain, "append", broker.append)
+        try:
+            yield worker, broker
+        finally:
+            worker.runner.open()
+            broker.may_go.set()
+
+
+async def test_nothing_is_told_before_the_claim_is_stored(place: Workplace) -> None:
+    """The engine comes to its end meanwhile; then the whole answer is there, in order."""
+    async with slow_claims(place) as (worker, broker):
+        record = await place.ask(max_tokens=12)
+        await until(lambda: worker.runner.num_steps >= 12 and not worker.engine.has_work())
+        num_steps = worker.runner.num_steps
+        assert broker.num_waiting == 1
+        assert (await place.stored(record)).deltas == ()
+        assert worker.owed == 0
+        broker.may_go.set()
+        answer = await place.answer(record)
+    place.check(record, answer)
+    assert answer.claims == [(1, "prefill")]
+    assert worker.runner.num_steps == num_steps
+    await place.until_idle()
+
+
+async def test_tokens_before_and_after_the_claim_are_one_answer(place: Workplace) -> None:
+    """What was kept comes before what follows."""
+    async with slow_claims(place) as (worker, broker):
+        worker.runner.close_after(5)
+        record = await place.ask(max_tokens=12, n=2)
+        await until(lambda: worker.runner.is_waiting and worker.runner.num_steps == 5)
+        broker.may_go.set()
+        await place.until_tokens(record, 2)
+        worker.runner.open()
+        place.check(record, await place.answer(record))
+
+
+async def test_of_a_claim_that_is_lost_nothing_is_left(place: Workplace) -> None:
+    """Another was first: no token is told, and the engine holds nothing."""
+    async with slow_claims(place) as (worker, broker):
+        record = await place.record()
+        await place.place(record)
+        await until(lambda: broker.num_waiting and worker.runner.num_steps >= 2)
+        await place.dead_claim(record, 1, 0)
+        broker.may_go.set()
+        await place.until_queues_empty()
+        await place.until_idle()
+        stored = await place.stored(record)
+        assert stored.deltas == ()
+        assert [entry.worker for entry in stored.chain if isinstance(entry, Claim)] == [
+            "dead-worker"
+        ]
+
+
+async def test_a_claim_whose_answer_was_lost_is_made_again(place: Workplace) -> None:
+    """It began once, and is told once."""
+    async with slow_claims(place) as (_, broker):
+        broker.fails = 1
+        broker.may_go.set()
+        record = await place.ask(max_tokens=12)
+        answer = await place.answer(record)
+    place.check(record, answer)
+    assert answer.claims == [(1, "prefill")]
+    await place.until_idle()
+
+
+async def test_what_is_held_is_handed_over_after_the_claim(place: Workplace) -> None:
+    """A prefill worker may have the first token, and hold the blocks, before it owns them."""
+    async with slow_claims(place, "prefill") as (worker, broker):
+        place.start_router()
+        await place.worker("d", "decode")
+        record = await place.ask(max_tokens=12)
+        await until(lambda: worker.runner.num_steps and not worker.engine.has_work())
+        assert len(worker.host.leases) == 0
+        broker.may_go.set()
+        answer = await place.answer(record)
+    place.check(record, answer)
+    assert answer.claims == [(1, "prefill"), (2, "decode")]
+    await place.until_idle()
+
+
+async def test_an_engine_that_fails_early_fails_the_request_it_owns(place: Workplace) -> None:
+    """The client hears of it from who claimed it, not before."""
+    async with slow_claims(place) as (worker, broker):
+        record = await place.ask([worker.runner.POISON, *PROMPT])
+        await until(lambda: broker.num_waiting == 1 and not worker.engine.has_work())
+        broker.may_go.set()
+        answer = await place.answer(record)
+        assert isinstance(answer.view.terminal, StreamError)
+        assert answer.deltas == ()
+        await place.until_idle()
+
+
+async def test_what_the_engine_does_not_take_is_refused_after_the_claim(place: Workplace) -> None:
+    """Too long for its memory: known at once, told when the request is ours."""
+    async with slow_claims(place, num_blocks=4) as (_, broker):
+        record = await place.ask()
+        await until(lambda: broker.num_waiting == 1)
+        assert (await place.chain.tip(record.reader, record.request_id)).entry is None
+        broker.may_go.set()
+        await place.until_tip(record, lambda entry: isinstance(entry, StreamError))
+        await place.until_idle()
+
+
+async def test_who_is_fenced_meanwhile_holds_nothing(place: Workplace) -> None:
+    """The worker's id ends: what it had begun goes with it, and the next one answers."""
+    async with slow_claims(place) as (worker, broker):
+        first = worker.now
+        worker.runner.close_after(3)
+        record = await place.ask(max_tokens=12)
+        await until(lambda: worker.runner.is_waiting and broker.num_waiting == 1)
+        first._fence()
+        worker.runner.open()
+        await until(lambda: worker.now is not first)
+        assert not first.execution._ahead
+        await place.until_tip(record, lambda entry: not is_claim(entry) and entry is not None)
+    place.check(record, await place.answer(record))
+    await place.until_idle()
+
+
+class Engine:
+    """Takes everything."""
+
+    def __init__(self) -> None:
+        self.released: list[str] = []
+
+    def ask(self, function: Any) -> asyncio.Future[None]:
+        return asyncio.get_running_loop().create_future()
+
+    def release(self, key: str) -> None:
+        self.released.append(key)
+
+
+async def test_others_parts_stay_in_the_report() -> None:
+    """Of a report only what is about requests that are being claimed is kept, in order."""
+    engine = Engine()
+    ahead = Ahead(engine)  # type: ignore[arg-type]
+    ahead.begin(EngineRequest(key="mine", prompt_ids=(1,), sampling=None))  # type: ignore[arg-type]
+    for number in range(2):
+        report = StepReport(
+            outputs=[
+                TokenOutput(key=key, index=0, number=number, token_id=number, text="")
+                for key in ("mine", "other")
+            ]
+        )
+        ahead.keep(report)
+        assert [one.key for one in report.outputs] == ["other"]
+    end = FinishedRequest(
+        key="mine", num_tokens=(2,), finish_reasons=("length",), num_cached_tokens=0
+    )
+    report = StepReport(finished=[end])
+    ahead.keep(report)
+    assert report.is_silent
+    begun = ahead.take("mine")
+    assert begun is not None
+    assert [one.number for one in begun.report.outputs] == [0, 1]
+    assert begun.report.finished == [end]
+    ahead.give_up("mine")
+    assert engine.released == []
