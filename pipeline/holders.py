@@ -74,10 +74,17 @@ class HolderSets:
         if len(run) >= _MIN_RUN:
             holders = Holders(bits, run)
             self._runs.add(holders)
+            holders.num_blocks = len(run)
         else:
-            known = self._by_bits.get(bits)
-            holders = self._by_bits.setdefault(bits, Holders(bits)) if known is None else known
-        holders.num_blocks += len(run)
+            holders = self.join_any(bits, len(run))
+        return holders
+
+    def join_any(self, bits: int, num_blocks: int) -> Holders:
+        """The same for so many blocks of which nothing is to be told by each other."""
+        holders = self._by_bits.get(bits)
+        if holders is None:
+            holders = self._by_bits[bits] = Holders(bits)
+        holders.num_blocks += num_blocks
         return holders
 
     def leave(self, holders: Holders, num_blocks: int) -> None:

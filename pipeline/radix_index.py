@@ -196,7 +196,10 @@ class RadixIndex:
     ) -> None:
         """``worker`` has these in ``tier``, and in those of ``also``. They lie one behind the
         other: each but the first has the one before it as its parent."""
-        bits = _bits(self._place(worker), tier, also)
+        bits, blocks = _bits(self._place(worker), tier, also), self._blocks
+        if len(hashes) == 1 and hashes[0] not in blocks and len(blocks) < self.max_blocks:
+            blocks[hashes[0]] = self._sets.join_any(bits, 1)  # decoding has filled it: most have
+            return
         hashes = hashes[: self.max_blocks]
         end = len(hashes)
         if len(self._blocks) + end > self.max_blocks:  # else there is room, even if all are new
@@ -314,10 +317,10 @@ class RadixIndex:
 
 
 def _bits(place: int, tier: KvTier, also: Sequence[KvTier]) -> int:
-    bits = 1 << _OFFSET[tier]
+    bits = 1 << (BITS * place + _OFFSET[tier])
     for another in also:
-        bits |= 1 << _OFFSET[another]
-    return bits << (BITS * place)
+        bits |= 1 << (BITS * place + _OFFSET[another])
+    return bits
 
 
 def _all_bits(place: int) -> int:
