@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from infra.metrics import Metrics
-from infra.steady import Counter
+from infra.steady import Counter, Gauge
 from pipeline.fair_queue import OUTPUT_WEIGHT, Ticket
 
 MAX_TENANTS = 32  # with a label of their own; those that come later are counted as OTHER
@@ -16,6 +16,7 @@ class DoorMeter:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._tenants: dict[str, tuple[Counter, Counter]] = {}
+        self._waiting: dict[tuple[str, int], Gauge] = {}  # by pool and level
 
     def went(self, ticket: Ticket) -> None:
         """It is let go to the workers."""
@@ -25,12 +26,19 @@ class DoorMeter:
 
     def waits(self, ticket: Ticket) -> None:
         """It begins to wait."""
-        self._metrics.waiting_requests.labels(ticket.served, ticket.level).inc()
+        self._waiting_like(ticket).inc()
 
     def left(self, ticket: Ticket, waited_s: float) -> None:
         """It waits no longer, however that ended."""
-        self._metrics.waiting_requests.labels(ticket.served, ticket.level).dec()
+        self._waiting_like(ticket).dec()
         self._metrics.waiting_seconds.observe(waited_s)
+
+    def _waiting_like(self, ticket: Ticket) -> Gauge:
+        kind = ticket.served, ticket.level
+        found = self._waiting.get(kind)
+        if found is None:
+            found = self._waiting[kind] = self._metrics.waiting_requests.labels(*kind)
+        return found
 
     def _of(self, tenant: str) -> tuple[Counter, Counter]:
         found = self._tenants.get(tenant)

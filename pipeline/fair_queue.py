@@ -37,6 +37,7 @@ CREDIT_TOKENS = 32_768.0  # as many as a few long prompts: a fifth of a second o
 AGING_S = 30.0
 MAX_CLASS = 16  # a priority beyond 16, or below -16, counts as that: so classes are few
 _MAX_IDLE_TENANTS = 4096
+_FORGET_SHARE = 16  # this part of them is forgotten at once: to find the poorest they are sorted
 _MAX_CHARGED = 65_536  # requests under way whose charge can still be corrected
 
 
@@ -132,7 +133,7 @@ class FairQueue:
         self._classes: dict[int, _Class] = {}
         self._tenants: dict[str, _Tenant] = {}
         self._waiting: KeyedHeap[str, float] = KeyedHeap()  # tenants by their counter
-        self._idle: KeyedHeap[str, float] = KeyedHeap()  # those that don't wait
+        self._idle: set[str] = set()  # those that don't wait
         self._last = ""  # the tenant that was charged last
         self._level = 0.0  # the least counter so far; it never falls, so that credits don't add up
         self._charged: OrderedDict[str, _Charge] = OrderedDict()
@@ -191,8 +192,11 @@ class FairQueue:
         level.remove(ticket)
         if not len(level.oldest):
             del self._classes[ticket.level]
-        self._tenants[ticket.tenant].num_waiting -= 1
-        self._sort_in(ticket.tenant)
+        tenant = self._tenants[ticket.tenant]
+        tenant.num_waiting -= 1
+        if not tenant.num_waiting:
+            self._waiting.discard(ticket.tenant)
+            self._rest(ticket.tenant)
         return ticket
 
     def charge(self, ticket: Ticket) -> None:
@@ -256,6 +260,7 @@ class FairQueue:
         """The tenant's account; lifted, when none of its requests waits yet."""
         tenant = self._tenants.get(name)
         if tenant is None:
+            self._rest(name)
             tenant = self._tenants[name] = _Tenant()
         if not tenant.num_waiting:
             self._level = max(self._level, self._reached())
@@ -276,24 +281,21 @@ class FairQueue:
         if tenant is None:
             return  # it was idle for so long that it was forgotten
         tenant.counter += tokens
-        self._sort_in(name)
-
-    def _sort_in(self, name: str) -> None:
-        """A tenant's counter has changed, or how many of its requests wait."""
-        tenant = self._tenants[name]
         if tenant.num_waiting:
             self._waiting.put(name, tenant.counter)
             for one in self._classes.values():
                 if name in one.by_tenant:
                     one.turns.put(name, tenant.counter)
-            return
-        self._waiting.discard(name)
-        self._idle.put(name, tenant.counter)
-        if len(self._idle) > _MAX_IDLE_TENANTS:
-            poorest = self._idle.first()  # whose counter would be lifted beyond that anyhow
-            assert poorest is not None, "there are idle tenants"
-            self._idle.discard(poorest)
-            del self._tenants[poorest]
+
+    def _rest(self, name: str) -> None:
+        """A tenant does not wait, or not yet. When too many don't, those are forgotten that were
+        served least: their counters would be lifted beyond that anyhow."""
+        if len(self._idle) >= _MAX_IDLE_TENANTS:
+            served = sorted((self._tenants[one].counter, one) for one in self._idle)
+            for _, one in served[: max(1, _MAX_IDLE_TENANTS // _FORGET_SHARE)]:
+                self._idle.remove(one)
+                del self._tenants[one]
+        self._idle.add(name)
 
     def check_invariants(self) -> None:
         """All views of what waits agree, and nothing is kept for who is not there."""

@@ -23,6 +23,7 @@ import msgspec
 from pipeline.fleet import Fleet
 from pipeline.lenders import kv_sources
 from pipeline.outlook import Outlook
+from pipeline.pool_table import PoolTable
 from pipeline.prefix_hash import ID_BYTES
 from pipeline.prefix_walk import NOBODY, Found
 from pipeline.prefixes import Prefixes
@@ -154,6 +155,7 @@ class PolicyPlacement:
         self._process = process
         self._on_placed = on_placed
         self._on_decision = on_decision
+        self._anybody: dict[str, tuple[int, PrefillPlace]] = {}  # by model: see _to_any
 
     @property
     def knows_prefixes(self) -> bool:
@@ -174,15 +176,14 @@ class PolicyPlacement:
         if found is None or self._prefixes is None:
             found = self._find(record)
         num_prompt = len(record.prompt_ids) // ID_BYTES
-        pool = self._pool(record.served, "prefill", now_s)
-        place, table = None, pool.table
+        place, table = None, self._outlook.table(record.served)
         if len(table.rows_of("prefill")) > 1 or len(table.rows_of(SUFFIX)):
-            weighed = pool.weigh_prefill(num_prompt, found)
+            weighed = self._pool(record.served, "prefill", now_s).weigh_prefill(num_prompt, found)
             if hurries:
                 weighed.candidates.backlog = 0.0
             place = self._stay(record, weighed, found, now_s) or self._choose(weighed, found)
         if place is None:
-            return self._to_any(record, pool, found)
+            return self._to_any(record, table, found)
         beat = self._fleet.worker(place.worker)
         if beat is None:  # given up a moment ago
             self._outlook.drop(place.worker)
@@ -201,13 +202,18 @@ class PolicyPlacement:
             place = msgspec.structs.replace(place, sources=sources)
         return self._decide(record.request_id, "prefill", place)
 
-    def _to_any(self, record: RequestRecord, pool: Pool, found: Found) -> PrefillPlace:
-        rows, beats = pool.table.rows_of("prefill").tolist(), pool.table.beats
-        sources: tuple[KvSource, ...] = ()
+    def _to_any(self, record: RequestRecord, table: PoolTable, found: Found) -> PrefillPlace:
+        """Whoever pulls first; the same place for all until somebody comes or goes, but for whom
+        they may ask."""
+        version, place = self._anybody.get(record.served, (-1, None))
+        if place is None or version != table.version:
+            workers = [table.workers[row] for row in table.rows_of("prefill").tolist()]
+            place = PrefillPlace(worker=ANY, alone=workers[0] if len(workers) == 1 else "")
+            self._anybody[record.served] = table.version, place
         if found:
-            sources = kv_sources(self._fleet, [beats[row] for row in rows], found)
-        alone = beats[rows[0]].worker if len(rows) == 1 else ""
-        place = PrefillPlace(worker=ANY, sources=sources, alone=alone)
+            beats = [table.beats[row] for row in table.rows_of("prefill").tolist()]
+            if sources := kv_sources(self._fleet, beats, found):
+                place = msgspec.structs.replace(place, sources=sources)
         return self._decide(record.request_id, "prefill", place)
 
     def _choose(self, weighed: Weighed, found: Found) -> PrefillPlace | None:
