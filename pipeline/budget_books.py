@@ -126,9 +126,9 @@ class _Sum:
         if not self.num:
             self.ms = self.tokens = self.steps = 0.0
             return
-        self.ms = max(0.0, self.ms - ms)
-        self.tokens = max(0.0, self.tokens - tokens)
-        self.steps = max(0.0, self.steps - steps)
+        self.ms = self.ms - ms if self.ms > ms else 0.0
+        self.tokens = self.tokens - tokens if self.tokens > tokens else 0.0
+        self.steps = self.steps - steps if self.steps > steps else 0.0
 
 
 @dataclass(slots=True)

@@ -62,7 +62,10 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def level(self) -> int:
         """The class that it waits in."""
-        return max(-MAX_CLASS, min(MAX_CLASS, self.priority))
+        priority = self.priority
+        if -MAX_CLASS <= priority <= MAX_CLASS:
+            return priority
+        return MAX_CLASS if priority > 0 else -MAX_CLASS
 
 
 _Place = tuple[float, int]  # when it arrived, and its number among all that were pushed

@@ -42,16 +42,16 @@ def level_ms(waits_ms: Sequence[float], queued_ms: float) -> float:
     worker is."""
     if not queued_ms:
         return min(waits_ms, default=math.inf)
-    free = sorted(wait for wait in waits_ms if math.isfinite(wait))
-    if not free:
+    first, *others = sorted(waits_ms) or (math.inf,)
+    if math.isinf(first):
         return math.inf
-    level, left = free[0], queued_ms
-    for number, wait in enumerate([*free[1:], math.inf], 1):
+    level, left = first, queued_ms
+    for number, wait in enumerate(others, 1):
         step = (wait - level) * number
         if left <= step:
             return level + left / number
         level, left = wait, left - step
-    raise AssertionError("the last step is endless")
+    return level + left / (1 + len(others))
 
 
 class PrefillRoom(msgspec.Struct, frozen=True, kw_only=True):

@@ -161,8 +161,11 @@ class PoolTable:
 
     def wait_ms(self, row: int, now_s: float) -> float:
         """How long a prompt would wait in one row that came now."""
+        left_ms = self._data.item(_WAIT_MS, row)
         passed_ms = 1000 * (now_s - self._data.item(_WAIT_S, row))
-        return max(0.0, self._data.item(_WAIT_MS, row) - max(0.0, passed_ms))
+        if passed_ms > 0:
+            left_ms -= passed_ms
+        return left_ms if left_ms > 0 else 0.0
 
     def way_ms(self, row: int, now_s: float) -> float:
         """How long the way to one row is taken by KV that was sent there."""
@@ -240,10 +243,11 @@ class PoolTable:
 
     def note_work(self, row: int, ms: float, now_s: float) -> None:
         """So much was placed there now."""
-        passed_s = max(0.0, now_s - self._data.item(_RECENT_S, row))
-        kept_ms = self._data.item(_RECENT_MS, row) * math.exp(-passed_s / RECENT_S)
-        self.set("recent_ms", row, kept_ms + ms)
-        self.set("recent_s", row, now_s)
+        data = self._data
+        passed_s = max(0.0, now_s - data.item(_RECENT_S, row))
+        kept_ms = data.item(_RECENT_MS, row) * math.exp(-passed_s / RECENT_S)
+        data[_RECENT_MS, row] = kept_ms + ms
+        data[_RECENT_S, row] = now_s
 
     def note_prompt(self, row: int, num: int, num_tokens: int) -> None:
         """So many prompts more are to be handed over by one row."""

@@ -67,7 +67,7 @@ class Prefixes:
         lately; a prompt that nobody knows is hashed no further than its first block.
         """
         found = NOBODY
-        if self.is_empty or record.sampling.prompt_logprobs is not None:
+        if self._index.is_empty or record.sampling.prompt_logprobs is not None:
             return found
         for fingerprint, block_size, readers in self._readers_of(record.served).layouts:
             salt = request_salt(record, fingerprint)

@@ -28,7 +28,7 @@ that came as one, the last block counts as the oldest: an earlier one is of use 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 
 from pipeline.holders import MAX_RUN, Chain, Holders, HolderSets, tie
 from pipeline.prefix_walk import BITS, NOBODY, TIERS, Found, Match, Roll, Walk
@@ -105,9 +105,13 @@ class RadixIndex:
         Args:
             among: bits of the roll: who is asked about. By default everybody.
         """
+        runs = iter(runs)
+        first = next(runs, ())
+        if not first or first[0] not in self._blocks:
+            return NOBODY  # as for most prompts
         walk = Walk()
         passed: list[Holders | None] = []
-        number = self._go(walk, runs, among, passed)
+        number = self._go(walk, chain((first,), runs), among, passed)
         if not number:
             return NOBODY
         for bits, some in groupby(passed, key=lambda one: one and one.bits):
