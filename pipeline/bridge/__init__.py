@@ -7,8 +7,8 @@ metering    whose request it is, what it pays (pipeline/access)
 convert     OpenAI's body -> InferenceRequest
 generate    the token streams behind one answer
 sse         deltas -> events                answers   deltas -> one JSON answer
-logprobs    in OpenAI's two forms           errors    of HTTP alone
+chunks      what those events are           logprobs  in OpenAI's two forms
+errors      of HTTP alone                   limits    bounds
 note        what another bridge must know   resume    a stream read on, through any bridge
 windows     requests without a client       ports     what is needed of the rest of the mesh
-limits      bounds
 """

@@ -17,6 +17,7 @@ from pipeline.access.charge import exact_charge, first_charge
 from pipeline.access.door import OpenDoor
 from pipeline.bridge.answers import Gathered, Identity
 from pipeline.bridge.call import Call
+from pipeline.bridge.chunks import ChatEvents, CompletionEvents
 from pipeline.bridge.convert import Arrival, chat_requests, completion_requests, parse
 from pipeline.bridge.cors import Cors
 from pipeline.bridge.errors import ClientLeft, ShuttingDown
@@ -26,7 +27,7 @@ from pipeline.bridge.metering import find_model, settle, signed
 from pipeline.bridge.note import ReaderNote
 from pipeline.bridge.ports import AskTokenizer, Client, Models
 from pipeline.bridge.slo import asked_slo, degraded_headers, naming_header
-from pipeline.bridge.sse import ChatEvents, CompletionEvents, Events, StreamForm
+from pipeline.bridge.sse import Events, StreamForm
 from pipeline.bridge.streamed import StreamedAnswer
 from pipeline.bridge.windows import Windows
 from schemas.errors import InvalidRequest, MeshError

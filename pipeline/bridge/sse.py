@@ -1,9 +1,10 @@
 """Server-sent events of one answer: a delta in, the bytes of its events out.
 
-What is the same in every event of a choice is built once; for a plain token only its text is
-encoded in between. Per choice: an opening (the role, or the echoed prompt and its logprobs) with
-the first token, one event per delta that has text or logprobs, and exactly one event with a finish
-reason. Nothing here does I/O.
+What is the same in every event of a choice is built once, and what is the same in all streams of a
+model once a second, for that is in it; for a plain token only its text is encoded in between. Per
+choice: an opening (the role, or the echoed prompt and its logprobs) with the first token, one event
+per delta that has text or logprobs, and exactly one event with a finish reason. Their shapes are in
+``pipeline/bridge/chunks.py``. Nothing here does I/O.
 
 The events of one request are a function of its token stream alone, so every bridge writes the same
 ones under the same numbers. Only what a bridge says for itself, an error, has no number.
@@ -13,30 +14,24 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import cached_property
+from functools import lru_cache
+from typing import NamedTuple, get_args
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from pipeline.bridge.answers import Identity, error_answer, known_reason, usage_block
-from pipeline.bridge.logprobs import chat_logprobs, completion_logprobs, echo_logprobs
 from schemas.errors import InvalidRequest, MeshError
-from schemas.openai import (
-    ChatChunk,
-    ChunkChoice,
-    Completion,
-    CompletionChoice,
-    Delta,
-    UsageBlock,
-)
+from schemas.openai import UsageBlock
+from schemas.requests import FinishReason
 from schemas.tokens import TokenDelta, TokenLogprob, Usage
 
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 
 _encode = msgspec.json.Encoder().encode
-_MARK = "\x00text\x00"  # where the text stands in an event that is taken apart
-_MARK_JSON = _encode(_MARK)
+_ID, _TEXT = "\x00id\x00", "\x00text\x00"  # where these stand in an event that is taken apart
+_ID_JSON, _TEXT_JSON = _encode(_ID), _encode(_TEXT)[1:-1]
 
 
 class StreamForm(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +73,7 @@ class Events(ABC):
         self._usage = Usage(prompt_tokens=prompt_tokens, completion_tokens=0)
         self._echoes = echoes
         self._is_numbered = form.event_ids or after_event > 0
+        self._begin = b'data: {"id":' + _encode(identity.id)  # of all events, up to their shape
         self._heads: list[bytes] = [b""] * len(echoes)  # filled when a choice opens
         self._tail = b""
         self._runs = [False] * len(echoes)  # open, and its events differ in their text alone
@@ -91,7 +87,7 @@ class Events(ABC):
             first: the number of the prompt's first choice.
         """
         parts: list[bytes] = []
-        texts: list[bytes] = []  # as JSON, of a run of events that differ in it alone
+        texts: list[bytes] = []  # as JSON, unquoted, of a run of events that differ in it alone
         running = first
         for delta in deltas:
             choice = first + delta.index
@@ -99,10 +95,7 @@ class Events(ABC):
                 parts.append(self._run(running, texts))
                 running, texts = choice, []
             if self._runs[choice] and delta.logprobs is None:
-                if delta.sizes:
-                    texts += _encoded(delta)
-                elif delta.text:
-                    texts.append(_encode(delta.text))
+                texts += _encoded(delta)
                 if delta.finish_reason is None:
                     continue
                 parts += (self._run(choice, texts), self._close(choice, delta.finish_reason))
@@ -119,7 +112,7 @@ class Events(ABC):
         if self._is_numbered:
             return b"".join([self._numbered(head + text + tail) for text in texts])
         self.num_events += len(texts)
-        return head + (tail + head).join(texts) + tail
+        return b"%b%b%b" % (head, (tail + head).join(texts), tail)
 
     def _any_delta(self, choice: int, delta: TokenDelta) -> bytes:
         if self._finished[choice]:
@@ -143,19 +136,28 @@ class Events(ABC):
     def _open(self, choice: int, prompt: Sequence[TokenLogprob] = ()) -> bytes:
         if self._heads[choice]:
             return b""
-        sample = _encode(self._text(choice, TokenDelta(request_id="", epoch=0, number=0, ids=(),
-                                                       text=_MARK)))  # fmt: skip
-        head, _, tail = sample.rpartition(_MARK_JSON)
-        self._heads[choice] = b"data: " + head
-        self._tail = tail + b"\n\n"
+        shape, echo = self._shape(choice), self._echoes[choice]
+        self._heads[choice] = self._begin + shape.head
+        self._tail = shape.tail
         self._runs[choice] = not self.form.continuous_usage
-        opening = self._opening(choice, self._echoes[choice], prompt)
-        return self._event(opening) if opening is not None else b""
+        if echo or prompt or self.form.continuous_usage:
+            opening = self._opening(choice, echo, prompt)
+            return b"" if opening is None else self._event(opening)
+        return self._numbered(self._begin + shape.opening) if shape.opening else b""
 
     def _close(self, choice: int, reason: str) -> bytes:
         self._finished[choice] = True
         self._runs[choice] = False
-        return self._event(self._closing(choice, reason))
+        if self.form.continuous_usage:
+            return self._event(self._closing(choice, reason))
+        return self._numbered(self._begin + self._shape(choice).closing[known_reason(reason)])
+
+    def _shape(self, choice: int) -> Shape:
+        about = self.identity
+        return _shape(
+            type(self), about.created, about.model, about.fingerprint, self.form.include_usage,
+            choice,
+        )  # fmt: skip
 
     def _count(self, num_tokens: int) -> None:
         self._usage = Usage(
@@ -220,81 +222,56 @@ class Events(ABC):
     def _last(self, usage: UsageBlock) -> msgspec.Struct: ...
 
 
+class Shape(NamedTuple):
+    """The events of a choice, each from behind the id of its stream on."""
+
+    opening: bytes  # empty: none
+    head: bytes  # of one with a text, up to the text
+    tail: bytes  # from behind it
+    closing: dict[FinishReason, bytes]
+
+
+@lru_cache(1024)
+def _shape(
+    kind: type[Events], created: int, model: str, fingerprint: str, has_usage: bool, choice: int
+) -> Shape:
+    """That of all streams that begin in one second and ask for the same."""
+    about = Identity(id=_ID, created=created, model=model, fingerprint=fingerprint)
+    form = StreamForm(include_usage=has_usage)
+    events = kind(about, form, prompt_tokens=0, echoes=[""] * (choice + 1))
+    token = TokenDelta(request_id="", epoch=0, number=0, ids=(), text=_TEXT)
+    opening = events._opening(choice, "", ())
+    head, _, tail = _behind_id(events._text(choice, token)).rpartition(_TEXT_JSON)
+    return Shape(
+        opening=b"" if opening is None else _behind_id(opening),
+        head=head,
+        tail=tail,
+        closing={
+            reason: _behind_id(events._closing(choice, reason)) for reason in get_args(FinishReason)
+        },
+    )
+
+
+def _behind_id(event: msgspec.Struct) -> bytes:
+    return _encode(event).partition(_ID_JSON)[2] + b"\n\n"
+
+
 def _encoded(delta: TokenDelta) -> list[bytes]:
-    """The texts of its tokens as JSON, those that add some."""
-    return [_encode(text) for text in delta.texts() if text]
-
-
-class ChatEvents(Events):
-    """``chat.completion.chunk`` events; the opening is the role."""
-
-    def _chunk(self, choices: list[ChunkChoice], usage: UsageBlock | None = None) -> ChatChunk:
-        about = self.identity
-        return ChatChunk(
-            id=about.id,
-            created=about.created,
-            model=about.model,
-            system_fingerprint=about.fingerprint,
-            choices=choices,
-            usage=usage or self._usage_now,
-        )
-
-    def _opening(self, choice: int, echo: str, prompt: Sequence[TokenLogprob]) -> ChatChunk:
-        return self._chunk([ChunkChoice(index=choice, delta=Delta(role="assistant", content=echo))])
-
-    def _text(self, choice: int, delta: TokenDelta) -> ChatChunk:
-        logprobs = chat_logprobs(delta.logprobs) if delta.logprobs else None
-        return self._chunk(
-            [ChunkChoice(index=choice, delta=Delta(content=delta.text), logprobs=logprobs)]
-        )
-
-    def _closing(self, choice: int, reason: str) -> ChatChunk:
-        return self._chunk(
-            [ChunkChoice(index=choice, delta=Delta(), finish_reason=known_reason(reason))]
-        )
-
-    def _last(self, usage: UsageBlock) -> ChatChunk:
-        return self._chunk([], usage)
-
-
-class CompletionEvents(Events):
-    """``text_completion`` events; the opening is the echoed prompt, when there is one."""
-
-    @cached_property
-    def _offsets(self) -> list[int]:
-        """Per choice, where its next token begins in its text."""
-        return [len(echo) for echo in self._echoes]
-
-    def _chunk(
-        self, choices: list[CompletionChoice], usage: UsageBlock | None = None
-    ) -> Completion:
-        about = self.identity
-        return Completion(
-            id=about.id,
-            created=about.created,
-            model=about.model,
-            system_fingerprint=about.fingerprint,
-            choices=choices,
-            usage=usage or self._usage_now,
-        )
-
-    def _opening(self, choice: int, echo: str, prompt: Sequence[TokenLogprob]) -> Completion | None:
-        if not (echo or prompt):
-            return None
-        logprobs = echo_logprobs(prompt, echo) if prompt else None
-        return self._chunk([CompletionChoice(index=choice, text=echo, logprobs=logprobs)])
-
-    def _text(self, choice: int, delta: TokenDelta) -> Completion:
-        logprobs = None
-        if delta.logprobs:
-            logprobs = completion_logprobs(delta.logprobs, self._offsets[choice])
-            self._offsets[choice] += sum(len(token) for token in logprobs.tokens)
-        return self._chunk([CompletionChoice(index=choice, text=delta.text, logprobs=logprobs)])
-
-    def _closing(self, choice: int, reason: str) -> Completion:
-        return self._chunk(
-            [CompletionChoice(index=choice, text="", finish_reason=known_reason(reason))]
-        )
-
-    def _last(self, usage: UsageBlock) -> Completion:
-        return self._chunk([], usage)
+    """The texts of its tokens as JSON, without quotes, those that add some. Text that is the same
+    in JSON is encoded as a whole and cut then: each call of the encoder costs what a cut does."""
+    text, sizes = delta.text, delta.sizes
+    if not text:
+        return []
+    whole = _encode(text)[1:-1]
+    if not sizes:
+        return [whole]
+    if len(whole) != len(text):
+        return [_encode(text)[1:-1] for text in delta.texts() if text]
+    texts, start = [], 0
+    for size in sizes:
+        if size:
+            texts.append(whole[start : start + size])
+            start += size
+    if start < len(whole):
+        texts.append(whole[start:])
+    return texts

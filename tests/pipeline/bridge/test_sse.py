@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.bridge.answers import Gathered, Identity
+from pipeline.bridge.chunks import ChatEvents, CompletionEvents
 from pipeline.bridge.logprobs import completion_logprobs, echo_logprobs
-from pipeline.bridge.sse import ChatEvents, CompletionEvents, Events, StreamForm
+from pipeline.bridge.sse import Events, StreamForm
 from schemas.errors import EngineFailed, InvalidRequest
 from schemas.tokens import TokenDelta, TokenLogprob, TopLogprob, Usage
 from tests.pipeline.bridge.fake import patient
@@ -364,3 +365,25 @@ def test_tokens_of_one_delta_are_told_as_one_by_one(
         data += told(alone, 0, one)
     assert together.deltas(0, before) + together.deltas(0, [whole]) == data
     assert together.num_events == alone.num_events
+
+
+@given(kind=st.sampled_from(KINDS), form=FORMS, ids=st.lists(TEXTS, min_size=2, max_size=3))
+def test_streams_of_one_shape_differ_in_their_ids_alone(
+    kind: type[Events], form: StreamForm, ids: list[str]
+) -> None:
+    """What they have in common is built once; a stream of another second, model or revision gets
+    nothing of it."""
+    for name in ids:
+        for about in (
+            Identity(id=name, created=7, model="m", fingerprint="r1"),
+            Identity(id=name, created=8, model="m", fingerprint="r1"),
+            Identity(id=name, created=7, model="\x00text\x00", fingerprint="r2"),
+        ):
+            events = kind(about, form, prompt_tokens=5, echoes=["", ""])
+            said = told(events, 1, delta("x", "length", index=1)) + events.end(["stop"] * 2, USAGE)
+            for event in payloads(said):
+                assert (event["id"], event["created"]) == (name, about.created)
+                assert (event["model"], event["system_fingerprint"]) == (
+                    about.model,
+                    about.fingerprint,
+                )
