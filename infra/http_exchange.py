@@ -186,9 +186,13 @@ class Exchange:
         """
         if not self.is_writable:
             return False
+        self.put(data)
+        return True
+
+    def put(self, data: bytes) -> None:
+        """:meth:`write` for whoever has just seen that the stream ``is_writable``."""
         self._transport.write(b"%b%x\r\n%b\r\n" % (self._head, len(data), data))
         self._head = b""
-        return True
 
     def finish(self, data: bytes) -> bool:
         """Write the last part of a stream, and its end.

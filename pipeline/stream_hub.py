@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 from infra.bus import StoredMessage
+from pipeline.alarms import Alarms
 from pipeline.claim_chain import ClaimChain
 from pipeline.quiet import QuietWatch
 from pipeline.token_stream import Part, TokenStream
@@ -54,6 +55,7 @@ class StreamHub:
         self.loop = asyncio.get_running_loop()
         self.quiet = QuietWatch(check, self.loop)
         self.wakes = Wakes()
+        self.alarms = Alarms()
         self._streams: dict[str, tuple[TokenStream, ...]] = {}  # who reads a request, oldest first
 
     def __len__(self) -> int:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from pipeline.alarms import Alarm
 from pipeline.ownership import RequestView
 from schemas import subjects
 from schemas.errors import (
@@ -65,6 +66,7 @@ class TokenStream:
         self.reader = reader
         self.deadline_unix_ms = deadline_unix_ms
         self.end: StreamEnd | None = None
+        self.is_ending = False  # it has gone well to its end: nothing follows what is ready
         self.view = RequestView(request_id)
         self._hub = hub
         self._from_number = from_number
@@ -80,17 +82,12 @@ class TokenStream:
         self._failure: Exception | None = None  # of ``_take_now``, or of who submits it
         self._has_begun = False  # a token was shown
         self._was_put_off = False  # its last tokens were, by a round
-        self._alarm: asyncio.TimerHandle | None = None  # at the deadline
+        self._alarm: Alarm | None = None  # at the deadline
 
     @property
     def num_tokens(self) -> int:
         """Tokens heard of so far, of all choices."""
         return sum(len(choice.token_ids) for choice in self.view.choices.values())
-
-    @property
-    def is_ending(self) -> bool:
-        """Whether the request has gone well to its end: nothing follows what is ready."""
-        return isinstance(self.view.terminal, StreamEnd)
 
     @property
     def is_known(self) -> bool:
@@ -217,6 +214,7 @@ class TokenStream:
     def hold(self) -> None:
         """Begin anew: all that was heard is applied again, and what comes live waits for it."""
         self.view = RequestView(self.request_id)
+        self.is_ending = False
         self._ready.clear()
         self._held = []
 
@@ -239,6 +237,7 @@ class TokenStream:
             self.note_heard()
             self.view.apply_entry(seq, part)
             if self.view.terminal is not None:
+                self.is_ending = isinstance(self.view.terminal, StreamEnd)
                 self._heard()
 
     def _take_word(self, word: Accepted) -> None:
@@ -315,7 +314,7 @@ class TokenStream:
                 await self._expire()
                 return
             # One timer per request, not one per wait.
-            self._alarm = hub.loop.call_later(left_s, self._ring)
+            self._alarm = hub.alarms.set(left_s, self._ring)
         self._waiter = hub.loop.create_future()
         hub.quiet.begin(self)
         try:

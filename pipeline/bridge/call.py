@@ -17,6 +17,7 @@ from infra.http_exchange import Exchange
 from infra.http_protocol import new_request_label, request_label
 from pipeline.access.errors import extra_headers
 from pipeline.access.permit import ANYONE, Permit
+from pipeline.alarms import Alarm, Alarms
 from pipeline.bridge.answers import error_answer
 from pipeline.bridge.errors import BodyTooSlow, ClientLeft, MethodNotAllowed, ShuttingDown
 from schemas.errors import DeadlineExceeded, MeshError, PayloadTooLarge, ReaderTooSlow
@@ -42,13 +43,13 @@ class Call:
     begun.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, alarms: Alarms) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.query: bytes = scope.get("query_string", b"")
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.started_s = time.perf_counter()
-        self.loop = asyncio.get_running_loop()
+        self.alarms = alarms
         self.status = 0
         self.is_stream = False
         self.facts: dict[str, Any] = {}
@@ -124,7 +125,7 @@ class Call:
             MeshError: what ``work`` raised, or what :meth:`interrupt` was given.
         """
         exchange = self._exchange
-        task = self._attended = asyncio.current_task(self.loop)
+        task = self._attended = asyncio.current_task()
         assert task is not None, "a coroutine runs in a task"
         num_cancels = task.cancelling()
         alarm = self.interrupt_after(
@@ -157,13 +158,9 @@ class Call:
             self._reason = reason
             self._attended.cancel()
 
-    def interrupt_after(self, delay_s: float, why: Callable[[], MeshError]) -> asyncio.TimerHandle:
-        """:meth:`interrupt` the work in ``delay_s``, unless what is returned is cancelled first. A
-        timer alone: ``asyncio.timeout`` costs several times that, and each request has two."""
-        return self.loop.call_later(delay_s, self._ring, why)
-
-    def _ring(self, why: Callable[[], MeshError]) -> None:
-        self.interrupt(why())
+    def interrupt_after(self, delay_s: float, why: Callable[[], MeshError]) -> Alarm:
+        """:meth:`interrupt` the work in ``delay_s``, unless what is returned is cancelled first."""
+        return self.alarms.set(delay_s, lambda: self.interrupt(why()))
 
     def _leave(self) -> None:
         self.interrupt(ClientLeft("the client closed the connection"))
@@ -221,9 +218,10 @@ class Call:
         self._is_complete = last
 
     @property
-    def can_write_now(self) -> bool:
-        """Whether a part of a stream could be sent without waiting."""
-        return self._exchange is not None and self._exchange.is_writable
+    def writable(self) -> Exchange | None:
+        """Where a part of a stream can be put right now, without waiting; None while it can't."""
+        exchange = self._exchange
+        return exchange if exchange is not None and exchange.is_writable else None
 
     def write_now(self, data: bytes, *, last: bool = False) -> bool:
         """Send a part of a stream if that needs no waiting; whether it was sent."""

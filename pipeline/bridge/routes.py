@@ -8,6 +8,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from infra.health import Health, health_app
 from infra.steady import Counter
+from pipeline.alarms import Alarms
 from pipeline.bridge.answers import model_list, model_object
 from pipeline.bridge.call import Call
 from pipeline.bridge.endpoints import ENDPOINTS, Generator, Services
@@ -51,6 +52,7 @@ class Bridge:
         self._limits = services.limits
         self._operations = health_app(process, health, services.metrics)
         self._open: set[Call] = set()
+        self._alarms = Alarms()
         services.metrics.open_requests.set_function(lambda: len(self._open))
         self._ended: dict[str, Counter] = {}  # by outcome: a closed set
         self._routes: dict[str, tuple[tuple[str, ...], Handler]] = {
@@ -69,7 +71,7 @@ class Bridge:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1000})
             return
-        call = Call(scope, receive, send)
+        call = Call(scope, receive, send, self._alarms)
         call.answer_headers += self._cors.answer_headers(call.headers)
         if self._is_operation(call):
             await self._operate(call, scope, receive, send)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 from infra.metrics import Metrics
+from pipeline.alarms import Alarm
 from pipeline.bridge.call import Call
 from pipeline.bridge.generate import Generation
 from pipeline.bridge.sse import KEEP_ALIVE, Events
@@ -45,7 +46,7 @@ class StreamedAnswer:
         self._turn = asyncio.Lock()
         self._is_waiting = False  # to write what must go before all else
         self._rest = b""  # the last events: they leave with the end
-        self._silence: asyncio.TimerHandle | None = None
+        self._silence: Alarm | None = None
 
     async def run(self) -> None:
         """Headers, all events, the end.
@@ -56,7 +57,7 @@ class StreamedAnswer:
         await self._call.open_stream(self._events.failure)
         self._last_write_s = time.perf_counter()
         delay_s = min(_HEAD_S, self._keep_alive_s)
-        self._silence = self._call.loop.call_later(delay_s, self._watch_silence)
+        self._silence = self._call.alarms.set(delay_s, self._watch_silence)
         try:
             if self._generation.num_prompts == 1:
                 await self._generation.run(self._write, self._write_now)
@@ -91,30 +92,29 @@ class StreamedAnswer:
 
     def _write_now(self, first: int, deltas: Sequence[TokenDelta]) -> bool:
         """The same where nothing is to be waited for; whether it was."""
-        if self._is_waiting or not self._call.can_write_now:
+        exchange = None if self._is_waiting else self._call.writable
+        if exchange is None:
             return False
         data = self._events.deltas(first, deltas)
         if data:
             if self._generation.is_ending:
                 self._rest += data
             else:
-                self._call.write_now(data)
+                exchange.put(data)
             self._note_write(first)
         return True
 
     def _note_write(self, first: int) -> None:
-        self._last_write_s = time.perf_counter()
-        if self._metrics is not None:
-            self._note_pace(self._metrics, first, self._last_write_s)
-
-    def _note_pace(self, metrics: Metrics, first: int, now_s: float) -> None:
+        now_s = self._last_write_s = time.perf_counter()
+        if self._metrics is None:
+            return
         before_s = self._last_token_s.get(first)
         if before_s is not None:
-            metrics.itl_seconds.observe(now_s - before_s)
+            self._metrics.itl_seconds.observe(now_s - before_s)
         elif not self._last_token_s:
             ttft_s = now_s - self._call.started_s
             self._call.facts["ttft_ms"] = round(ttft_s * 1000, 3)
-            metrics.ttft_seconds.observe(ttft_s)
+            self._metrics.ttft_seconds.observe(ttft_s)
         self._last_token_s[first] = now_s
 
     def _watch_silence(self) -> None:
@@ -126,4 +126,4 @@ class StreamedAnswer:
             self._call.write_now(KEEP_ALIVE)
             self._last_write_s = now_s
         left_s = self._keep_alive_s - (now_s - self._last_write_s)
-        self._silence = self._call.loop.call_later(left_s, self._watch_silence)
+        self._silence = self._call.alarms.set(left_s, self._watch_silence)

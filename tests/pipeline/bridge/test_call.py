@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.alarms import Alarms
 from pipeline.bridge.call import Call
 from pipeline.bridge.errors import ShuttingDown
 from schemas.errors import DeadlineExceeded, NoCapacity
@@ -20,7 +21,7 @@ async def nobody(*_: Any) -> Any:
 
 def new_call() -> Call:
     scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
-    return Call(scope, nobody, nobody)
+    return Call(scope, nobody, nobody, Alarms())
 
 
 class Work:
