@@ -21,8 +21,20 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCy
 
 _EXTENSION = "mesh.exchange"
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+_CHUNKED = b"transfer-encoding: chunked\r\n"
 
 Header = tuple[bytes, bytes]
+
+
+def header_lines(headers: Sequence[Header]) -> bytes:
+    """``headers`` as they stand in an answer's head.
+
+    Raises:
+        ValueError: one holds what would end it.
+    """
+    if _CONTROL.search(b"".join([value for _, value in headers])):
+        raise ValueError(f"headers can't hold control characters: {headers!r}")
+    return b"".join([b"%b: %b\r\n" % header for header in headers])
 
 
 class Exchange:
@@ -116,15 +128,18 @@ class Exchange:
         """
         if not self._may_begin:
             return False
-        length = (b"content-length", b"%d" % len(body))
-        self._begin(status, (*headers, length), is_chunked=False)
+        self._begin(status, headers, b"content-length: %d\r\n" % len(body))
+        self._cycle.chunked_encoding = False
         head, self._head = self._head, b""
         self._transport.write(head + body)
         self._end()
         return True
 
-    def begin(self, status: int, headers: Sequence[Header]) -> bool:
+    def begin(self, status: int, headers: Sequence[Header], lines: bytes = b"") -> bool:
         """Begin a stream. Its head leaves with the first part, or with :meth:`flush`.
+
+        Args:
+            lines: more headers, those that every such stream has (of :func:`header_lines`).
 
         Returns:
             False when it was not begun, as for :meth:`answer`.
@@ -134,24 +149,20 @@ class Exchange:
         """
         if not self._may_begin:
             return False
-        chunked = (b"transfer-encoding", b"chunked")
-        self._begin(status, (*headers, chunked), is_chunked=True)
+        self._begin(status, headers, lines + _CHUNKED)
+        self._cycle.chunked_encoding = True
         return True
 
-    def _begin(self, status: int, headers: Sequence[Header], *, is_chunked: bool) -> None:
+    def _begin(self, status: int, headers: Sequence[Header], lines: bytes) -> None:
         cycle = self._cycle
-        if _CONTROL.search(b"".join([value for _, value in headers])):
-            raise ValueError(f"headers can't hold control characters: {headers!r}")
-        lines = [STATUS_LINE[status], *[b"%b: %b\r\n" % header for header in headers]]
+        head = STATUS_LINE[status] + header_lines(headers) + lines
         if (b"connection", b"close") in headers:
             cycle.keep_alive = False
         elif not cycle.keep_alive:
-            lines.append(b"connection: close\r\n")
-        lines.append(b"\r\n")
-        self._head = b"".join(lines)
+            head += b"connection: close\r\n"
+        self._head = head + b"\r\n"
         cycle.response_started = True
         cycle.waiting_for_100_continue = False
-        cycle.chunked_encoding = is_chunked
 
     @property
     def has_left(self) -> bool:

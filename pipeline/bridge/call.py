@@ -13,7 +13,7 @@ import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
 from infra.failure import first_mesh_error
-from infra.http_exchange import Exchange
+from infra.http_exchange import Exchange, header_lines
 from infra.http_protocol import new_request_label, request_label
 from pipeline.access.errors import extra_headers
 from pipeline.access.permit import ANYONE, Permit
@@ -31,6 +31,7 @@ _STREAM: tuple[Header, ...] = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # proxies that gather would hold tokens back
 )
+_STREAM_LINES = header_lines(_STREAM)
 _LAST_WORD_S = 1.0  # for the error event to leave
 _SLOW_WORD_S = 30.0
 _encode = msgspec.json.Encoder().encode
@@ -193,9 +194,9 @@ class Call:
         self.is_stream = True
         self._failure_event = failure_event
         self.status = 200
-        headers = [*_STREAM, *self._own_headers()]
-        if self._exchange is None or not self._exchange.begin(200, headers):
-            await self._send_head(200, headers)
+        headers = self._own_headers()
+        if self._exchange is None or not self._exchange.begin(200, headers, _STREAM_LINES):
+            await self._send_head(200, [*_STREAM, *headers])
 
     def flush(self) -> None:
         """Send the head of a stream whose first part has not come yet."""

@@ -15,7 +15,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from pipeline.access.permit import ANYONE, Permit
 from pipeline.bridge.checks import check
+from pipeline.bridge.note import ReaderNote
 from pipeline.client import new_request_id
 from pipeline.limits import check_sampling, check_token_ids
 from schemas.codec import decode_json
@@ -28,7 +30,7 @@ from schemas.openai import (
     MessageBody,
     ResponseFormatBody,
 )
-from schemas.requests import ChatMessage, InferenceRequest, ResponseFormat, SamplingParams
+from schemas.requests import ChatMessage, InferenceRequest, ResponseFormat, SamplingParams, Slo
 
 B = TypeVar("B", bound=Body)
 
@@ -49,10 +51,14 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 
 
 class Arrival(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request has beside its body."""
+    """What a request has beside its body: until when and in which time it is wanted, who asks,
+    and how the answer will be given."""
 
     deadline_unix_ms: int
     label: str = ""
+    permit: Permit = ANYONE
+    slo: Slo = Slo()
+    note: ReaderNote | None = None
 
 
 def parse(data: bytes, kind: type[B]) -> B:
@@ -83,7 +89,7 @@ def chat_requests(body: ChatBody, arrival: Arrival) -> list[InferenceRequest]:
     max_tokens = body.max_completion_tokens or body.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     sampling = _sampling(body, max_tokens=max_tokens, logprobs=logprobs)
-    return [_request(body, arrival, sampling, messages=messages)]
+    return _requests(body, arrival, sampling, [{"messages": messages}])
 
 
 def completion_requests(body: CompletionBody, arrival: Arrival) -> list[InferenceRequest]:
@@ -110,7 +116,8 @@ def completion_requests(body: CompletionBody, arrival: Arrival) -> list[Inferenc
         logprobs=logprobs,
         prompt_logprobs=logprobs if echo else None,
     )
-    return [_request(body, arrival, sampling, prompt=prompt, echo=echo) for prompt in prompts]
+    inputs = [{"prompt": prompt, "echo": echo} for prompt in prompts]
+    return _requests(body, arrival, sampling, inputs)
 
 
 def chat_message(i: int, message: MessageBody) -> ChatMessage:
@@ -182,12 +189,12 @@ def _sampling(
 ) -> SamplingParams:
     sampling = _plain_sampling(
         _named_of(body),
-        max_tokens=max_tokens,
-        top_k=max(body.top_k or 0, 0),
-        stop=_stop(body.stop),
-        ignore_eos=bool(body.ignore_eos),
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
+        max_tokens,
+        max(body.top_k or 0, 0),
+        _stop(body.stop),
+        bool(body.ignore_eos),
+        logprobs,
+        prompt_logprobs,
     )
     if body.seed is not None:
         sampling = msgspec.structs.replace(sampling, seed=body.seed)
@@ -208,7 +215,6 @@ def _sampling(
 @lru_cache(256)
 def _plain_sampling(
     named: tuple[Any, ...],
-    *,
     max_tokens: int | None,
     top_k: int,
     stop: tuple[str, ...],
@@ -267,16 +273,25 @@ def _stop(given: str | list[str] | None) -> tuple[str, ...]:
     return stop
 
 
-def _request(
-    body: GenerationBody, arrival: Arrival, sampling: SamplingParams, **what: Any
-) -> InferenceRequest:
-    return InferenceRequest(
-        request_id=new_request_id(),
-        model=body.model,
-        sampling=sampling,
-        deadline_unix_ms=arrival.deadline_unix_ms,
-        priority=body.priority or 0,
-        label=arrival.label,
-        cache_salt=body.cache_salt or "",
-        **what,
-    )
+def _requests(
+    body: GenerationBody, arrival: Arrival, sampling: SamplingParams, inputs: list[dict[str, Any]]
+) -> list[InferenceRequest]:
+    permit, note = arrival.permit, arrival.note
+    priority = permit.priority_of(body.priority)
+    packed = b"" if note is None else note.packed_for(len(inputs))
+    return [
+        InferenceRequest(
+            request_id=new_request_id(),
+            model=body.model,
+            sampling=sampling,
+            deadline_unix_ms=arrival.deadline_unix_ms,
+            priority=priority,
+            tenant=permit.tenant,
+            label=arrival.label,
+            cache_salt=body.cache_salt or "",
+            reader_note=packed,
+            slo=arrival.slo,
+            **given,
+        )
+        for given in inputs
+    ]

@@ -23,7 +23,7 @@ from pipeline.bridge.cors import Cors
 from pipeline.bridge.errors import ClientLeft, ShuttingDown
 from pipeline.bridge.generate import Generation, opened
 from pipeline.bridge.limits import Limits
-from pipeline.bridge.metering import find_model, settle, signed
+from pipeline.bridge.metering import find_model, settle
 from pipeline.bridge.note import ReaderNote
 from pipeline.bridge.ports import AskTokenizer, Client, Models
 from pipeline.bridge.slo import asked_slo, degraded_headers, naming_header
@@ -38,6 +38,7 @@ from schemas.tokens import TokenDelta, Usage
 DEADLINE = b"x-mesh-deadline-ms"
 EVENT_IDS = b"x-mesh-event-ids"
 RESUME_WINDOW = b"x-mesh-resume-window"
+_NO_OPTIONS = StreamOptions()
 _SECONDS = re.compile(rb"[0-9]{1,9}(\.[0-9]{1,9})?\Z")
 
 
@@ -151,13 +152,17 @@ class Generator:
         left_s = self._left_s(call)
         deadline_unix_ms = self._services.now_unix_ms() + int(left_s * 1000)
         window_s = self._window_s(call)
-        arrival = Arrival(deadline_unix_ms=deadline_unix_ms, label=call.label)
+        note = self._note(body)
+        arrival = Arrival(
+            deadline_unix_ms=deadline_unix_ms,
+            label=call.label,
+            permit=call.permit,
+            slo=call.permit.slo_of(asked_slo(call.headers)),
+            note=note,
+        )
         requests = self._endpoint.requests(body, arrival)
         self._describe(call, body, requests)
         find_model(call, self._services.models, body.model)
-        note = self._note(body, len(requests))
-        slo = call.permit.slo_of(asked_slo(call.headers))
-        requests = signed(call, requests, body.priority, slo, note.packed())
         if call.permit.is_counted:
             call.permit.enter(first_charge(requests))
         generation = self._generation(requests)
@@ -174,13 +179,12 @@ class Generator:
             await generation.close(reason, keeps, self._services.log)
             settle(call, generation, ending)
 
-    def _note(self, body: GenerationBody, num_prompts: int) -> ReaderNote:
-        options = body.stream_options or StreamOptions()
+    def _note(self, body: GenerationBody) -> ReaderNote:
+        options = body.stream_options or _NO_OPTIONS
         return ReaderNote(
             endpoint=self._endpoint.name,
             model=body.model,
             created_unix_s=int(time.time()),
-            num_prompts=num_prompts,
             include_usage=bool(options.include_usage),
             continuous_usage=bool(options.continuous_usage_stats),
         )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
-import msgspec
-
 from pipeline.access.charge import Charge
 from pipeline.access.errors import RateLimited
 from pipeline.bridge.call import Call
@@ -14,7 +12,6 @@ from pipeline.bridge.generate import Generation
 from pipeline.bridge.ports import Models
 from schemas.errors import MeshError, ModelNotFound
 from schemas.models import ModelCard
-from schemas.requests import InferenceRequest, Slo
 
 Handler = Callable[[Call], Awaitable[None]]
 
@@ -50,24 +47,6 @@ def counted(handler: Handler) -> Handler:
             call.permit.end(0)
 
     return handle
-
-
-def signed(
-    call: Call,
-    requests: Sequence[InferenceRequest],
-    asked_priority: int | None,
-    slo: Slo,
-    note: bytes,
-) -> list[InferenceRequest]:
-    """``requests`` as they go to the mesh: whose they are, how urgent, in which time they are
-    wanted, and the reader's note."""
-    tenant, priority = call.permit.tenant, call.permit.priority_of(asked_priority)
-    return [
-        msgspec.structs.replace(
-            request, tenant=tenant, priority=priority, slo=slo, reader_note=note
-        )
-        for request in requests
-    ]
 
 
 def settle(call: Call, generation: Generation, ending: MeshError | None) -> None:

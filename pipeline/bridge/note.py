@@ -6,6 +6,8 @@ All else that events depend on lies in the token stream, in one order for everyb
 
 from __future__ import annotations
 
+import msgspec
+
 from schemas.codec import Message, decode, encode
 from schemas.errors import InvalidRequest, SchemaError
 
@@ -23,6 +25,12 @@ class ReaderNote(Message, frozen=True, kw_only=True, tag="bridge-note/1"):
     def packed(self) -> bytes:
         """The bytes to travel: under 2 KiB, for a model's name is bounded."""
         return encode(self)
+
+    def packed_for(self, num_prompts: int) -> bytes:
+        """The same of an answer to so many prompts."""
+        if num_prompts == self.num_prompts:
+            return self.packed()
+        return msgspec.structs.replace(self, num_prompts=num_prompts).packed()
 
     @classmethod
     def unpacked(cls, data: bytes) -> ReaderNote:

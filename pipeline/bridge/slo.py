@@ -22,6 +22,8 @@ _HEADER_OF = {"slo.ttft_ms": TTFT, "slo.tbt_ms": TBT, "slo.name": CLASS}
 _NUMBER = re.compile(rb"[0-9]{1,9}(\.[0-9]{1,9})?\Z")
 _CLASS = re.compile(rb"[A-Za-z0-9_-]{1,40}\Z")
 
+_NONE = Slo()
+
 Header = tuple[bytes, bytes]
 
 
@@ -32,7 +34,7 @@ def asked_slo(headers: Mapping[bytes, bytes]) -> Slo:
         InvalidRequest: names the header that can't be read.
     """
     if not (TTFT in headers or TBT in headers or CLASS in headers):
-        return Slo()
+        return _NONE
     name = headers.get(CLASS, b"")
     if name and not _CLASS.match(name):
         raise _wrong(CLASS, "is no name of a class")

@@ -112,7 +112,7 @@ class Events(ABC):
         if self._is_numbered:
             return b"".join([self._numbered(head + text + tail) for text in texts])
         self.num_events += len(texts)
-        return b"%b%b%b" % (head, (tail + head).join(texts), tail)
+        return b"".join((head, (tail + head).join(texts), tail))
 
     def _any_delta(self, choice: int, delta: TokenDelta) -> bytes:
         if self._finished[choice]:
