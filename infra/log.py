@@ -85,8 +85,11 @@ def _line_logger(level: str) -> type[Any]:
     class LineLogger(base):  # type: ignore[misc]
         def _proxy_to_logger(self, method: str, event: str, /, **facts: Any) -> None:
             line: Any = {**self._context, **facts, "event": event}
-            for processor in self._processors:
-                line = processor(self._logger, method, line)
+            try:
+                for processor in self._processors:
+                    line = processor(self._logger, method, line)
+            except structlog.DropEvent:
+                return  # a processor has taken it, as those of tests do
             self._logger.msg(line)
 
     return LineLogger

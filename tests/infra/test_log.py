@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+from typing import Any
 
 import pytest
+import structlog
 
 from infra.log import make_logger
 
@@ -76,3 +78,21 @@ def test_an_exception_is_written_with_its_traceback(format: str) -> None:
         log.exception("stage_failed")
     assert "ValueError: told" in out.getvalue()
     assert "test_an_exception_is_written" in out.getvalue()
+
+
+def test_a_fact_may_be_called_as_it_likes_and_a_taken_line_is_not_written() -> None:
+    """Facts come from many hands; tests take lines where they are made."""
+    out = io.StringIO()
+    log = make_logger("p", stream=out)
+    log.info("request_ended", method="POST")
+    assert json.loads(out.getvalue())["method"] == "POST"
+
+    def take(*_: object) -> None:
+        raise structlog.DropEvent
+
+    out.truncate(0)
+    logger: Any = structlog.wrap_logger(
+        structlog.WriteLogger(out), processors=[take], wrapper_class=type(log.bind())
+    )
+    logger.info("line_taken")
+    assert out.getvalue() == ""
