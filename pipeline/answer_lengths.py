@@ -35,8 +35,12 @@ class AnswerLengths:
     def end(self, request_id: str, num_tokens: int | None) -> None:
         """It ended, with so many tokens; None: it was cut off, which says nothing of others."""
         served = self._open.pop(request_id, None)
-        if served is not None and num_tokens is not None:
-            self._means.setdefault(served, _Mean()).take(num_tokens)
+        if served is None or num_tokens is None:
+            return
+        mean = self._means.get(served)
+        if mean is None:
+            mean = self._means[served] = _Mean()
+        mean.take(num_tokens)
 
     def mean(self, served: str) -> float | None:
         """Tokens per answer; None before the first."""

@@ -81,7 +81,10 @@ class _Class:
 
     def add(self, ticket: Ticket, place: _Place, counter: float) -> None:
         self.oldest.put(ticket.request_id, place)
-        self.by_tenant.setdefault(ticket.tenant, KeyedHeap()).put(ticket.request_id, place)
+        waiting = self.by_tenant.get(ticket.tenant)
+        if waiting is None:
+            waiting = self.by_tenant[ticket.tenant] = KeyedHeap()
+        waiting.put(ticket.request_id, place)
         self.turns.put(ticket.tenant, counter)
 
     def remove(self, ticket: Ticket) -> None:
@@ -164,7 +167,10 @@ class FairQueue:
         tenant.num_waiting += 1
         self._tickets[ticket.request_id] = ticket
         self._places[ticket.request_id] = place
-        self._classes.setdefault(ticket.level, _Class()).add(ticket, place, tenant.counter)
+        level = self._classes.get(ticket.level)
+        if level is None:
+            level = self._classes[ticket.level] = _Class()
+        level.add(ticket, place, tenant.counter)
 
     def first(self, now_s: float) -> Ticket | None:
         """Whose turn it is at ``now_s``; None when nobody waits."""
@@ -177,9 +183,13 @@ class FairQueue:
         """Let go whose turn it is, and charge its tenant."""
         ticket = self.first(now_s)
         if ticket is not None:
-            self.charge(ticket)
-            self.remove(ticket.request_id)
+            self.let_go(ticket)
         return ticket
+
+    def let_go(self, ticket: Ticket) -> None:
+        """The same of one that waits here, whosever turn it is."""
+        self.charge(ticket)
+        self.remove(ticket.request_id)
 
     def remove(self, request_id: str) -> Ticket | None:
         """Take out a request that is not to be served any more; nothing is charged.

@@ -104,6 +104,8 @@ def _check_ranges(values: tuple[float | None, ...]) -> None:
 
 def check_stops(stops: tuple[str, ...]) -> None:
     """Raise InvalidRequest unless ``stops`` are few, short and not empty."""
+    if not stops:
+        return
     if len(stops) > MAX_STOPS:
         raise InvalidRequest(f"at most {MAX_STOPS} stop strings", param="stop")
     if not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):

@@ -137,7 +137,7 @@ class WaitingRoom:
                 assert ticket is not None, "a pool of which somebody may go has a first"
                 verdict = self._gate(ticket, now_s)
                 if isinstance(verdict, Admit):
-                    queue.pop(now_s)
+                    queue.let_go(ticket)
                     del self._served_of[ticket.request_id]
                     self._let_go(ticket)
                     return ticket
