@@ -47,6 +47,27 @@ def test_with_nobody_to_choose_from_the_queue_decides() -> None:
     assert placing(fleet_of(beat("w1", num_free_slots=4))).place_prefill(RECORD).worker == ANY
 
 
+def test_the_only_one_is_known_as_long_as_it_is_the_only_one() -> None:
+    """Where there is no choice the place is kept, until somebody comes or goes."""
+    fleet = fleet_of(beat("w1", num_free_slots=0))
+    outlook = outlook_of(fleet)
+    placement = placing(fleet, outlook=outlook)
+
+    def alone() -> str:
+        place = placement.place_prefill(RECORD)
+        assert place.worker == ANY, "nobody has a free place"
+        return place.alone
+
+    assert [alone(), alone()] == ["w1", "w1"]
+    for state, expected in (("ready", ""), ("draining", "w1")):
+        other = beat("w2", num_free_slots=0, state=state)
+        fleet.hear(other, NOW_S)
+        outlook.hear_beat(other, NOW_S)
+        assert alone() == expected
+    outlook.drop("w1")
+    assert alone() == ""
+
+
 def test_the_least_loaded_is_named() -> None:
     """What runs, what waits, and prompt tokens not computed yet all count."""
     busy = beat("w1", num_free_slots=4, num_running=2)
