@@ -42,6 +42,7 @@ class Decisions:
 
     def __init__(self, ctx: RoleContext, config: ControlConfig, policies: Policies) -> None:
         bus = ctx.bus
+        self._process = ctx.process
         self.fleet = Fleet(bus.times.dead_s, time.monotonic())
         index = RadixIndex(config.kv_index_blocks)
         self.index_feed = IndexFeed(bus, index, self.fleet, ctx.metrics, ctx.log)
@@ -86,10 +87,16 @@ class Decisions:
     def hear_beat(self, beat: Beat) -> None:
         """A heartbeat, after the fleet has heard it."""
         self.index_feed.hear_beat(beat)
+        if beat.kind == "control":  # ours come, too, so the end of another's is noticed
+            self.placed_feed.has_others = self._has_other_routers()
         now_s = time.monotonic()
         self.outlook.hear_beat(beat, now_s)
         self.door.hear_beat()  # whosever: by the silence of workers, too, it may be who goes
         self._meter.show(self.budget, self._pools, now_s)
+
+    def _has_other_routers(self) -> bool:
+        members = self.fleet.members()
+        return any(one.kind == "control" and one.process != self._process for one in members)
 
     def _pools(self) -> set[str]:
         return {member.served for member in self.fleet.members() if member.worker}

@@ -1,8 +1,8 @@
 """What routers tell each other: whom they gave a request to, before that worker can say so.
 
 Consumes   mesh.v1.placed.<process>      Placed, of the other routers
-Publishes  mesh.v1.placed.<process>      Placed, our own
-Keeps      nothing; whoever predicts has it
+Publishes  mesh.v1.placed.<process>      Placed, our own, while another router is there
+Keeps      nothing but whether one is; whoever predicts has the rest
 Fails      a word that is lost, or that nobody was there to hear: the worker's next beat tells
 """
 
@@ -25,6 +25,9 @@ _MAX_UNSAID = 1024  # while the bus is away; older ones are of no use by then
 class PlacedFeed:
     """Says what this process places, and hears what others do.
 
+    Attributes:
+        has_others: whether anybody is there to be told; set by whoever knows the fleet.
+
     Args:
         hear: called with what others place, and when it was heard.
     """
@@ -32,6 +35,7 @@ class PlacedFeed:
     def __init__(
         self, bus: Bus, hear: Callable[[Placed, float], None], process: str, log: Logger
     ) -> None:
+        self.has_others = True
         self._bus = bus
         self._tell = hear
         self._subject = subjects.placed(process)
@@ -39,8 +43,10 @@ class PlacedFeed:
         self._unsaid: asyncio.Queue[Placed] = asyncio.Queue(_MAX_UNSAID)
 
     def say(self, placed: Placed) -> None:
-        """Tell the others, soon: nobody waits for it. With too many unsaid the oldest is left
-        out."""
+        """Tell the others, if there are any, soon: nobody waits for it. With too many unsaid the
+        oldest is left out."""
+        if not self.has_others:
+            return
         if self._unsaid.full():
             self._unsaid.get_nowait()
         self._unsaid.put_nowait(placed)

@@ -76,3 +76,15 @@ async def test_unsaid_words_are_bounded(connect: Connect) -> None:
         one.say(placed("one", f"request-{number}"))
     assert one._unsaid.qsize() < 5000
     assert one._unsaid.get_nowait().request_id != "request-0"
+
+
+async def test_nothing_is_said_to_nobody(connect: Connect) -> None:
+    """A mesh has one control process, mostly: the broker would give it back to that alone."""
+    bus = await connect("control")
+    one = PlacedFeed(bus, lambda placed, now_s: None, "one", make_logger("test"))
+    one.has_others = False
+    one.say(placed("one", "request-1"))
+    assert one._unsaid.empty()
+    one.has_others = True
+    one.say(placed("one", "request-2"))
+    assert one._unsaid.get_nowait().request_id == "request-2"
