@@ -20,7 +20,7 @@ import asyncio
 import msgspec
 from msgspec.structs import replace
 
-from infra.bus import DirectMessage, WorkMessage, WrongLastSequence
+from infra.bus import DirectMessage, WorkMessage
 from pipeline.acceptance import accepted_of, told_in_stream
 from pipeline.backlog import Backlog
 from pipeline.degradation import UNKNOWN_S, error_of
@@ -34,7 +34,7 @@ from pipeline.registry import Registry
 from pipeline.stage import Handled, Outgoing, StageContext, Work
 from pipeline.verdict import Ask, Clamp, Fallback, Refuse, Verdict, Wait
 from schemas import subjects
-from schemas.codec import decode, decode_json, encode, is_json, tag_of, unpack_ids
+from schemas.codec import decode, decode_json, is_json, tag_of, unpack_ids
 from schemas.errors import InvalidRequest, MeshError, NoCapacity, QueueFull, SchemaError
 from schemas.headers import REQUEST, TRACEPARENT, WorkHeaders
 from schemas.models import ModelCard
@@ -224,24 +224,21 @@ class Admission:
     async def _send(
         self, work: Work[InferenceRequest], entry: _Entry, place: PrefillPlace
     ) -> Handled:
-        record = entry.record
+        """To its worker, which stores its record; else as what comes by way of the queue."""
+        record, answer = entry.record, accepted_of(entry.record)
+        if self._dispatch.say(record, place, work.headers):
+            self._note_admitted(entry)
+            return Handled(outcome="admitted", answer=answer)
         try:
-            if await self._write_record(record) is not record:
+            if await self._ctx.chain.write_record(record) is not record:
                 raise NoCapacity("it was admitted before")
         except MeshError:
             self._door.drop(record.request_id)
             self._door.hear_end(record.request_id, None)
             raise
         self._note_admitted(entry)
-        task, worker = prefill_task(record, place), place.alone or place.worker
-        is_said = False
-        if worker != subjects.ANY:
-            for_all = replace(task, subject=subjects.prefill(record.served))
-            own = subjects.prefill(record.served, worker)
-            is_said = self._dispatch.say(for_all, task.headers(work.headers), own)
-        return Handled(
-            outcome="admitted", publish=() if is_said else (task,), answer=accepted_of(record)
-        )
+        task = prefill_task(record, place)
+        return Handled(outcome="admitted", publish=(task,), answer=answer)
 
     # What it becomes -------------------------------------------------------------------------
 
@@ -251,7 +248,7 @@ class Admission:
         record = entry.record
         try:
             await self._backlog.enter(record.served)
-            stands = await self._write_record(record)
+            stands = await self._ctx.chain.write_record(record)
         except MeshError:
             self._door.drop(record.request_id)
             raise
@@ -307,21 +304,6 @@ class Admission:
         )
         ask = self._door.ask(record, asked_model=asked_model)
         return _Entry(record=record, ask=ask), self._door.judge(ask)
-
-    async def _write_record(self, record: RequestRecord) -> RequestRecord:
-        """Write the record; returns the one that stands, which was written first."""
-        try:
-            await self._ctx.bus.publish_stored(
-                subjects.request_record(record.request_id),
-                encode(record),
-                expect_last_subject_seq=0,
-            )
-        except WrongLastSequence as error:
-            found = await self._ctx.chain.record(record.request_id, at_least_seq=error.last_seq)
-            if found is None or found[1].reader != record.reader:
-                raise InvalidRequest("this request id is in use", param="request_id") from None
-            return found[1]
-        return record
 
     async def _accepted(self, request: InferenceRequest, entry: _Entry) -> Outgoing:
         record, echo = entry.record, None

@@ -12,7 +12,7 @@ from infra.bus import Bus, WrongLastSequence
 from infra.bus.names import TOKENS
 from schemas import subjects
 from schemas.codec import decode, encode
-from schemas.errors import BusUnavailable, SchemaError
+from schemas.errors import BusUnavailable, InvalidRequest, SchemaError
 from schemas.requests import RequestRecord
 from schemas.tokens import ChainEntry, Claim, decode_chain_entry
 
@@ -61,9 +61,42 @@ class ClaimChain:
                 expect_last_subject_seq=after_seq,
             )
         except WrongLastSequence as error:
-            tip = await self.tip(reader, entry.request_id, at_least_seq=error.last_seq)
-            return tip.seq if tip.seq > after_seq and tip.entry == entry else None
+            return await self._seq_of(reader, entry, after_seq, error)
         return stored.seq
+
+    async def _seq_of(
+        self, reader: str, entry: ChainEntry, after_seq: int, error: WrongLastSequence
+    ) -> int | None:
+        """Where ``entry`` lies if it is what makes it come twice."""
+        tip = await self.tip(reader, entry.request_id, at_least_seq=error.last_seq)
+        return tip.seq if tip.seq > after_seq and tip.entry == entry else None
+
+    async def open(self, record: RequestRecord, claim: Claim) -> tuple[int | None, RequestRecord]:
+        """Write a request's record and, right behind it, the first entry of its chain: two calls
+        in the time of one. Any repeat is harmless, as of :meth:`append` and :meth:`write_record`.
+
+        Returns:
+            The sequence of the claim, None when somebody else was first; and the record that
+            stands, which is not ``record`` if another was written before.
+
+        Raises:
+            InvalidRequest: the id is in use, by another reader.
+        """
+        chain = subjects.chain(record.reader, claim.request_id)
+        written, claimed = await self._bus.publish_row(
+            (
+                (subjects.request_record(record.request_id), encode(record), 0),
+                (chain, encode(claim), 0),
+            )
+        )
+        seq: int | None
+        if isinstance(claimed, WrongLastSequence):
+            seq = await self._seq_of(record.reader, claim, 0, claimed)
+        else:
+            seq = claimed.seq
+        if isinstance(written, WrongLastSequence):
+            record = await self._standing(record, written)
+        return seq, record
 
     async def tip(self, reader: str, request_id: str, *, at_least_seq: int = 0) -> ChainTip:
         """The chain's last entry now, which is known to be ``at_least_seq``."""
@@ -93,6 +126,31 @@ class ClaimChain:
             if seq is not None:
                 return ChainTip(seq=seq, entry=entry)
         raise BusUnavailable(f"the chain of {entry.request_id} grows faster than it can be ended")
+
+    async def write_record(self, record: RequestRecord) -> RequestRecord:
+        """Write an admitted request, once.
+
+        Returns:
+            The record that stands: ``record``, or another that was written before.
+
+        Raises:
+            InvalidRequest: the id is in use, by another reader.
+        """
+        try:
+            await self._bus.publish_stored(
+                subjects.request_record(record.request_id),
+                encode(record),
+                expect_last_subject_seq=0,
+            )
+        except WrongLastSequence as error:
+            return await self._standing(record, error)
+        return record
+
+    async def _standing(self, record: RequestRecord, error: WrongLastSequence) -> RequestRecord:
+        found = await self.record(record.request_id, at_least_seq=error.last_seq)
+        if found is None or found[1].reader != record.reader:
+            raise InvalidRequest("this request id is in use", param="request_id")
+        return record if found[1] == record else found[1]
 
     async def record(
         self, request_id: str, *, at_least_seq: int = 0

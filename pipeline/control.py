@@ -84,7 +84,7 @@ async def serve_control(ctx: RoleContext, config: ControlConfig) -> None:
     reader = PromptReader(decisions.placement.max_sequence_tokens)
     for source in config.models:
         await _register(registry, reader, source.name, Path(source.source))
-    dispatch = Dispatch(bus, ctx.log)
+    dispatch = Dispatch(bus, stage_ctx.chain, ctx.log)
     admission = Admission(
         stage_ctx,
         registry,

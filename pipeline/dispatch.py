@@ -18,16 +18,20 @@ import time
 from collections import OrderedDict
 
 import msgspec
+from msgspec.structs import replace
 
 from infra.bus import Bus, Msg, publish_work
 from infra.bus.calls import has_no_responders
 from infra.log import Logger
 from infra.task_scope import task_scope
-from pipeline.work import Outgoing
+from pipeline.claim_chain import ClaimChain
+from pipeline.placement import PrefillPlace
+from pipeline.records import is_inline, prefill_task
 from schemas import subjects
 from schemas.codec import encode
 from schemas.errors import BusUnavailable, MeshError, PayloadTooLarge
 from schemas.headers import WorkHeaders
+from schemas.requests import RequestRecord
 
 CLAIM_S = 1.0  # a worker that lives has claimed by then, or has put it into the queue itself
 MAX_SAID = 4096  # not claimed; further ones go into the queue
@@ -37,18 +41,19 @@ _LOOK_S = 0.25
 class _Said(msgspec.Struct, frozen=True):
     """A task that was said and is not known to be claimed."""
 
-    outgoing: Outgoing
-    headers: WorkHeaders
-    payload: bytes
-    to: str  # subject of its worker's queue
+    record: RequestRecord
+    place: PrefillPlace
+    headers: WorkHeaders  # of the task
+    worker: str
     due_s: float
 
 
 class Dispatch:
     """What this process has said directly."""
 
-    def __init__(self, bus: Bus, log: Logger) -> None:
+    def __init__(self, bus: Bus, chain: ClaimChain, log: Logger) -> None:
         self._bus = bus
+        self._chain = chain
         self._log = log
         self._inbox = bus.new_inbox()  # where the broker says that nobody listens
         self._said: dict[str, _Said] = {}  # by request, oldest first
@@ -59,23 +64,26 @@ class Dispatch:
     def __len__(self) -> int:
         return len(self._said)
 
-    def say(self, outgoing: Outgoing, headers: WorkHeaders, to: str) -> bool:
-        """Say the task ``outgoing`` to the worker whose queue has the subject ``to``. If nothing
-        comes of that, it is queued as ``outgoing`` says: rather for all than for that worker.
+    def say(self, record: RequestRecord, place: PrefillPlace, headers: WorkHeaders) -> bool:
+        """Say the task of a request, which came with ``headers``, to the worker of its place. The
+        worker stores the record with its claim. If nothing comes of that the task is queued, for
+        all rather than for that worker, and the record is stored before.
 
         Returns:
             False when it can't be said: it is to be queued.
         """
-        request_id, payload = headers.request_id, encode(outgoing.message)
-        wire, reply = headers.to_dict(outgoing.msg_id), f"{self._inbox}.{request_id}"
-        if len(self._said) >= MAX_SAID:
+        worker = place.alone or place.worker
+        if worker == subjects.ANY or len(self._said) >= MAX_SAID or not is_inline(record):
             return False
+        task = prefill_task(record, place, is_recorded=False)
+        to = subjects.direct(subjects.prefill(record.served, worker))
+        headers, reply = task.headers(headers), f"{self._inbox}.{record.request_id}"
         try:
-            self._bus.say(subjects.direct(to), payload, wire, reply)
+            self._bus.say(to, encode(task.message), headers.to_dict(task.msg_id), reply)
         except (BusUnavailable, PayloadTooLarge):
             return False
         due_s = time.monotonic() + CLAIM_S
-        self._said[request_id] = _Said(outgoing, headers, payload, to, due_s)
+        self._said[record.request_id] = _Said(record, place, headers, worker, due_s)
         self._some_said.set()
         return True
 
@@ -86,7 +94,7 @@ class Dispatch:
     def lost(self, worker: str) -> None:
         """A worker is gone: it will claim nothing more."""
         for request_id, said in self._said.items():
-            if said.to.endswith(f".{worker}"):
+            if said.worker == worker:
                 self._hurry(request_id)
 
     async def run(self) -> None:
@@ -133,11 +141,12 @@ class Dispatch:
         said = self._said.pop(request_id, None)
         if said is None:
             return  # claimed meanwhile, or queued
-        outgoing = said.outgoing
-        facts = {"request_id": request_id, "subject": outgoing.subject}
+        task = prefill_task(said.record, replace(said.place, worker=subjects.ANY))
+        facts = {"request_id": request_id, "subject": task.subject}
         try:
+            await self._chain.write_record(said.record)
             await publish_work(
-                self._bus, outgoing.subject, said.payload, said.headers, outgoing.msg_id
+                self._bus, task.subject, encode(task.message), said.headers, task.msg_id
             )
         except MeshError as error:  # whoever waits for it asks again
             self._log.warning("task_not_queued", reason=error.message, **facts)

@@ -49,16 +49,28 @@ def record_of(
     )
 
 
-def prefill_task(record: RequestRecord, place: PrefillPlace) -> Outgoing:
-    """The task of a request, for the worker that was chosen or whichever pulls first."""
+def is_inline(record: RequestRecord) -> bool:
+    """Whether its task carries it."""
+    return len(record.prompt_ids) <= INLINE_IDS_BYTES
+
+
+def prefill_task(
+    record: RequestRecord, place: PrefillPlace, *, is_recorded: bool = True
+) -> Outgoing:
+    """The task of a request, for the worker that was chosen or whichever pulls first.
+
+    Args:
+        is_recorded: the record is stored; else it must be inline.
+    """
     task = PrefillTask(
         request_id=record.request_id,
         epoch=1,
         after_seq=0,
         reader=record.reader,
-        record=record if len(record.prompt_ids) <= INLINE_IDS_BYTES else None,
+        record=record if is_inline(record) else None,
         kv_sources=place.sources,
         overtakes=place.overtakes,
+        is_recorded=is_recorded,
     )
     return Outgoing(
         subject=subjects.prefill(record.served, place.worker),

@@ -30,7 +30,15 @@ from typing import Generic, TypeVar
 
 from nats.js.api import ConsumerConfig
 
-from infra.bus import DirectMessage, Msg, WorkMessage, WorkPull, load_payload, publish_work
+from infra.bus import (
+    BeforeQueue,
+    DirectMessage,
+    Msg,
+    WorkMessage,
+    WorkPull,
+    load_payload,
+    publish_work,
+)
 from infra.metrics import Metrics
 from infra.pulse import next_pulse
 from infra.steady import Counter
@@ -79,6 +87,8 @@ class Stage(Generic[T]):
             None: the message waits for room.
         direct: the subject on which messages come without the queue; with ``direct_queue`` each
             comes to one of the processes that name the same.
+        before_queue: stores, with the data of a message that came directly, what is to be stored
+            before it may lie in the queue.
         told_elsewhere: outcomes after which the request's own line follows, so that this stage's
             is one for debugging.
     """
@@ -99,6 +109,7 @@ class Stage(Generic[T]):
         when_full: Callable[[T], QueueFull] | None = None,
         direct: str = "",
         direct_queue: str = "",
+        before_queue: BeforeQueue | None = None,
         told_elsewhere: Collection[str] = (),
     ) -> None:
         self.name = name
@@ -113,6 +124,7 @@ class Stage(Generic[T]):
         self._told_elsewhere = told_elsewhere
         self._direct = direct
         self._direct_queue = direct_queue
+        self._before_queue = before_queue
         self._line: deque[DirectMessage] = deque()  # came directly, and wait for a place
         self._running: dict[int, WorkMessage] = {}
         self._waiting: dict[int, asyncio.Task[None]] = {}  # those of them that wait
@@ -182,7 +194,7 @@ class Stage(Generic[T]):
                 await _to_queue(self._line.popleft())
 
     def _hear_direct(self, message: Msg) -> None:
-        self._line.append(DirectMessage(self._ctx.bus, message))
+        self._line.append(DirectMessage(self._ctx.bus, message, self._before_queue))
         self._take_in_line()
         if len(self._line) > (0 if self._is_stopping else _MAX_IN_LINE):
             assert self._tasks is not None, "a stage is run before it hears"

@@ -21,3 +21,4 @@ class PrefillTask(Message, frozen=True, kw_only=True, tag="prefill-task/1"):
     record: RequestRecord | None = None  # None: read it at mesh.v1.request.<id>
     kv_sources: tuple[KvSource, ...] = ()  # who has how much of the prompt's KV, most first
     overtakes: bool = False  # goes before prompts of others that wait in the worker
+    is_recorded: bool = True  # False: ``record`` is not stored; whoever claims stores it before

@@ -209,7 +209,8 @@ class Claims:
         raise SchemaError(f"no record of request {task.request_id}", param="request_id")
 
     async def claim(self, work: TaskWork, record: RequestRecord, role: str) -> Claimed | None:
-        """Claim what ``work`` asks for; owed from here on.
+        """Claim what ``work`` asks for, and store its ``record`` if nobody has; owed from here on,
+        with the record that stands: where another was written before, that one counts.
 
         An append whose answer is lost may have been stored. It is therefore repeated until there
         is an answer: a claim that nobody knows of would keep the request from everybody.
@@ -219,6 +220,7 @@ class Claims:
 
         Raises:
             DeadlineExceeded: no answer until the request's deadline.
+            InvalidRequest: another reader's request has this id.
         """
         task = work.message
         entry = Claim(
@@ -231,9 +233,7 @@ class Claims:
             num_tokens=_num_tokens(task, record),
             max_tokens=(record.sampling.max_tokens or 0) * record.sampling.n,
         )
-        seq = await self.through_outages(
-            record, lambda: self.chain.append(record.reader, entry, task.after_seq)
-        )
+        seq, record = await self.through_outages(record, lambda: self._store(task, record, entry))
         if seq is None:
             return None
         claimed = as_claimed(work, record, role, seq)
@@ -243,6 +243,14 @@ class Claims:
         if len(self._made) > _REMEMBERED:
             self._made.popitem(last=False)
         return claimed
+
+    async def _store(
+        self, task: Task, record: RequestRecord, entry: Claim
+    ) -> tuple[int | None, RequestRecord]:
+        is_recorded = isinstance(task, DecodeTask) or task.is_recorded
+        if not is_recorded and not task.after_seq:
+            return await self.chain.open(record, entry)
+        return await self.chain.append(record.reader, entry, task.after_seq), record
 
     async def tip(self, claimed: Claimed) -> ChainTip:
         """The present end of its chain.

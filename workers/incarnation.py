@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from infra.bus import Bus, Msg, TokenWriter, any_consumer, worker_consumer
+from infra.bus import BeforeQueue, Bus, Msg, TokenWriter, any_consumer, worker_consumer
 from infra.config import WorkerConfig
 from infra.process import RoleContext
 from infra.pulse import next_pulse
@@ -185,7 +185,7 @@ class Incarnation:
 
     def _make_stages(self) -> list[Stage[Any]]:
         prefill = Prefill(self._bus, self._claims, self.execution, self._prefix())
-        stages = self._queues("prefill", PrefillTask, prefill.handle)
+        stages = self._queues("prefill", PrefillTask, prefill.handle, prefill.before_queue)
         if "prefill" not in self._config.roles:
             del stages[1:]  # only what a router leaves here: a short rest of what is here already
         if "decode" in self._config.roles:
@@ -195,7 +195,13 @@ class Incarnation:
             stages += self._queues("decode", DecodeTask, decode_handler.handle)
         return stages
 
-    def _queues(self, name: str, kind: type[Any], handler: Handler[Any]) -> list[Stage[Any]]:
+    def _queues(
+        self,
+        name: str,
+        kind: type[Any],
+        handler: Handler[Any],
+        before_queue: BeforeQueue | None = None,
+    ) -> list[Stage[Any]]:
         """Our own queue, then the one that all workers of the model share."""
         served, times = self._host.served, self._bus.times
         own = worker_consumer(name, served, self.worker, times)
@@ -211,6 +217,7 @@ class Incarnation:
                 capacity=self._free_prefills if name == "prefill" else self._free_slots,
                 on_fenced=self._fence if consumer is own else None,
                 direct=direct if consumer is own else "",
+                before_queue=before_queue,
                 told_elsewhere=("claimed",),  # when it has been executed
             )
             for consumer in (own, any_consumer(name, served, times))

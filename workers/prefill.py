@@ -3,7 +3,8 @@
 Consumes   mesh.v1.prefill.<model@rev>.<worker|any>            PrefillTask
            (a decode worker: only those placed with it by name, and to the end of the answer)
 Asks       mesh.v1.kv-lend.<worker>                            KvLend: others' blocks
-Publishes  mesh.v1.token-stream.<reader>.claim.<id>            Claim; StreamEnd, StreamError
+Publishes  mesh.v1.request.<id>                                RequestRecord, if nobody has
+           mesh.v1.token-stream.<reader>.claim.<id>            Claim; StreamEnd, StreamError
            mesh.v1.token-stream.<reader>.tokens                the next token (token 0 at first)
            mesh.v1.kv-ready.<model@rev>                        KvReady
 Keeps      blocks, each leased, until they are read; nothing else between messages
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 
 from infra.bus import Bus
 from pipeline.stage import Handled, Work
+from schemas.codec import decode
 from schemas.errors import MeshError
 from schemas.prefill import PrefillTask
 from schemas.requests import RequestRecord
@@ -72,10 +74,21 @@ class Prefill:
                     self._execution.give_up(key_of(task))
         if claimed is None:
             return Handled(outcome="superseded")
+        if claimed.record is not record:
+            self._execution.give_up(claimed.key)  # begun as another would have it
+        if claimed.record.served != record.served:
+            await self._claims.give_back(claimed, "admitted for another revision")
+            return Handled(outcome="given_back")
         if not self._execution.adopt(claimed):
             start = self._start(claimed, bringing, is_new=is_new)
             self._execution.spawn(start, f"start {claimed.key}")
         return Handled(outcome="claimed")
+
+    async def before_queue(self, data: bytes) -> None:
+        """Store the record of a task that came directly: no task lies in the queue without."""
+        task = decode(data, PrefillTask)
+        if task.record is not None and not task.is_recorded:
+            await self._claims.chain.write_record(task.record)
 
     def _bring(self, task: PrefillTask, record: RequestRecord) -> Bringing | None:
         prefix = self._prefix

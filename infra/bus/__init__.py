@@ -10,7 +10,7 @@ errors        what the bus adds to the tree          direct       work said with
 """
 
 from infra.bus.connection import Bus, BusSubscription, Msg
-from infra.bus.direct import DirectMessage
+from infra.bus.direct import BeforeQueue, DirectMessage
 from infra.bus.errors import (
     BrokerRefused,
     BusForbidden,
@@ -45,6 +45,7 @@ __all__ = [
     "OBJECTS_BUCKET",
     "TOKENS",
     "WORK",
+    "BeforeQueue",
     "BrokerRefused",
     "Bus",
     "BusForbidden",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -109,6 +109,33 @@ class Bus(Link):
             await self.until_connected(ends_s - time.monotonic())
             attempt_s = min(attempt_s, max(ends_s - time.monotonic(), _RETRY_S))
 
+    async def publish_row(
+        self, row: Sequence[tuple[str, bytes, int]]
+    ) -> list[Stored | WrongLastSequence]:
+        """Publish messages one right behind the other, and return when a stream has told of each.
+
+        Args:
+            row: per message its subject, its bytes, and the sequence of the subject's last message
+                (0: there is none): if that is another the message is not stored, whatever becomes
+                of the others.
+
+        Raises:
+            BusUnavailable: some are not confirmed in time: they may be stored now or later.
+            QueueFull, PayloadTooLarge, BusForbidden: one was not stored; the others may be.
+        """
+        timeout_s, calls = self._times.call_timeout_s, list[asyncio.Future[Msg]]()
+        try:
+            for subject, data, seq in row:
+                calls.append(self.ask(subject, data, {_EXPECT_SEQ: str(seq)}, timeout_s))
+            return [
+                _stored_or_not(await call, subject)
+                for call, (subject, _, _) in zip(calls, row, strict=True)
+            ]
+        finally:
+            for call in calls:
+                if not call.cancel() and not call.cancelled():
+                    call.exception()  # of what follows on one that has failed
+
     async def last_message(
         self, stream: str, subject: str, *, at_least_seq: int = 0
     ) -> StoredMessage | None:
@@ -147,6 +174,13 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 _decode_answer = msgspec.json.Decoder(_Answer).decode
+
+
+def _stored_or_not(message: Msg, subject: str) -> Stored | WrongLastSequence:
+    try:
+        return _stored(message, subject)
+    except WrongLastSequence as error:
+        return error
 
 
 def _stored(message: Msg, subject: str) -> Stored:

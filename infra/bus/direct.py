@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+from collections.abc import Awaitable, Callable
 
 from infra.bus.connection import Bus, Msg
 from infra.bus.message import NO_HEADERS, Delivery
@@ -16,17 +17,24 @@ from schemas import subjects
 from schemas.errors import BusUnavailable, MeshError
 from schemas.headers import MSG_ID
 
+BeforeQueue = Callable[[bytes], Awaitable[None]]
+
 _numbers = itertools.count(secrets.randbits(62))  # dead letters of two processes differ
 
 
 class DirectMessage(WorkMessage):
     """One message that came directly, as a stage sees its messages: its subject is the queue's.
-    Nothing waits for its ack; to give it back is to put it into the queue."""
+    Nothing waits for its ack; to give it back is to put it into the queue.
 
-    __slots__ = ()
+    Args:
+        before_queue: called with its data first then: what else is to be stored before.
+    """
 
-    def __init__(self, bus: Bus, message: Msg) -> None:
+    __slots__ = ("_before_queue",)
+
+    def __init__(self, bus: Bus, message: Msg, before_queue: BeforeQueue | None = None) -> None:
         self._bus = bus
+        self._before_queue = before_queue
         self._reply = message.reply
         self.subject = subjects.queued(message.subject)
         self.headers = message.headers or NO_HEADERS
@@ -58,6 +66,8 @@ class DirectMessage(WorkMessage):
                 are none that we would write: left to who said it.
         """
         try:
+            if self._before_queue is not None:
+                await self._before_queue(self.data)
             await self._bus.publish_stored(
                 self.subject, self.data, self.headers, msg_id=self.headers.get(MSG_ID)
             )

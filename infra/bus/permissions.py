@@ -65,6 +65,7 @@ WORKER = Permissions(
     publish=(
         *(f"{ROOT}.{name}.>" for name in ("prefill", "kv-ready", "decode", "token-stream")),
         *(f"{ROOT}.{name}.>" for name in ("lease", "kv-lend", "cancel", "beat", "kv-events")),
+        f"{ROOT}.request.*",
         f"{ROOT}.trace.>",
         f"{ROOT}.dead",
         f"$JS.ACK.{WORK}.>",

@@ -152,7 +152,7 @@ def admission_of(
     )
     backlog = Backlog(ctx.bus, limit, door.room.num_waiting)
     reader = PromptReader(fleet.max_sequence_tokens)
-    dispatch = Dispatch(ctx.bus, ctx.log)
+    dispatch = Dispatch(ctx.bus, ctx.chain, ctx.log)
     admission = Admission(
         ctx, registry, reader, backlog=backlog, door=door, policies=policies, dispatch=dispatch
     )
@@ -711,8 +711,8 @@ async def said(door: Door, request: InferenceRequest) -> Accepted | None:
 
 
 async def test_what_comes_directly_is_answered_and_goes_directly(own_door: Door) -> None:
-    """Accepted is the answer, the only worker is told the task; nothing but the record is stored,
-    and that says so."""
+    """Accepted is the answer, the only worker is told the task, with a record that it is to store;
+    nothing is stored here."""
     door = own_door
     door.hear(beat("d0", num_free_slots=4))
     own = subjects.direct(subjects.prefill(SERVED, "d0"))
@@ -720,11 +720,13 @@ async def test_what_comes_directly_is_answered_and_goes_directly(own_door: Door)
     request_id = new_id()
     word = await said(door, ask(request_id))
     await door.until(lambda: door.ear.on(own))
-    record = await door.record(request_id)
+    task = decode(door.ear.on(own)[-1].data, PrefillTask)
+    record = task.record
+    assert record is not None
+    assert (task.request_id, record.request_id, task.is_recorded) == (request_id, request_id, False)
     assert record.is_direct
     assert word == accepted_of(record)
-    task = decode(door.ear.on(own)[-1].data, PrefillTask)
-    assert (task.request_id, task.record) == (request_id, record)
+    assert await door.ctx.chain.record(request_id) is None
     assert door.ear.stream(READER, request_id) == []
     assert door.ear.prefill_tasks(request_id) == []
     assert len(door.dispatch) == 1

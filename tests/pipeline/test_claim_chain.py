@@ -3,12 +3,13 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from msgspec.structs import replace
 
 from infra.bus import Bus, EmbeddedBroker
 from pipeline.claim_chain import ClaimChain
 from schemas import subjects
 from schemas.codec import encode
-from schemas.errors import BusUnavailable, SchemaError
+from schemas.errors import BusUnavailable, InvalidRequest, SchemaError
 from schemas.tokens import Cancelled, Expired
 from tests.conftest import Connect, Until
 from tests.pipeline.rig import READER, claim, new_id, record, store
@@ -113,6 +114,44 @@ async def test_records_are_read_by_id(chain: ClaimChain, bus: Bus) -> None:
     assert await chain.record(new_id()) is None
     with pytest.raises(SchemaError):
         await chain.record("no.id")
+
+
+async def test_a_request_is_written_with_its_first_claim(chain: ClaimChain, bus: Bus) -> None:
+    """The record comes first in the stream; the same again finds both."""
+    request_id = new_id()
+    told, mine = record(request_id), claim(request_id, "w1")
+    seq, stands = await chain.open(told, mine)
+    assert stands is told
+    found, tip = await chain.record(request_id), await chain.tip(READER, request_id)
+    assert found is not None
+    assert (found[1], tip.seq, tip.entry) == (told, seq, mine)
+    assert found[0] < tip.seq
+    assert await chain.open(told, mine) == (seq, told)
+    assert await chain.open(told, claim(request_id, "w2")) == (None, told)
+    assert await chain.record(request_id) == found
+
+
+async def test_the_record_that_was_written_first_stands(chain: ClaimChain) -> None:
+    """Whoever comes later learns of it, and may have the claim all the same."""
+    request_id = new_id()
+    first, other = record(request_id), replace(record(request_id), label="another")
+    assert await chain.write_record(first) is first
+    assert await chain.write_record(first) is first
+    assert await chain.write_record(other) == first
+    seq, stands = await chain.open(other, claim(request_id, "w1"))
+    assert stands == first
+    assert (await chain.tip(READER, request_id)).seq == seq
+
+
+async def test_an_id_is_one_readers(chain: ClaimChain) -> None:
+    """Another's request of this id is refused, whoever writes it."""
+    request_id = new_id()
+    theirs = replace(record(request_id), reader="alice.tests")
+    await chain.write_record(record(request_id))
+    for call in (chain.write_record(theirs), chain.open(theirs, claim(request_id, "w1"))):
+        with pytest.raises(InvalidRequest) as caught:
+            await call
+        assert caught.value.param == "request_id"
 
 
 async def test_without_a_broker_nothing_is_known(

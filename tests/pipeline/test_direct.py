@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from infra.bus import (
     Bus,
@@ -20,11 +21,12 @@ from infra.bus import (
     waiting_work,
 )
 from infra.task_scope import task_scope
+from pipeline.claim_chain import ClaimChain
 from pipeline.dispatch import Dispatch
 from pipeline.placement import PrefillPlace
+from pipeline.records import INLINE_IDS_BYTES
 from pipeline.records import prefill_task as task_of
 from pipeline.stage import Handled, Stage, StageContext, Work, parse_as
-from pipeline.work import Outgoing
 from schemas import subjects
 from schemas.codec import decode, tag_of
 from schemas.errors import BusUnavailable, InvalidRequest, NoCapacity
@@ -223,26 +225,21 @@ async def test_odd_headers_end_nobody(ctx: StageContext) -> None:
 # Dispatch -------------------------------------------------------------------------------------
 
 
-def outgoing(request_id: str) -> Outgoing:
-    return task_of(record(request_id), PrefillPlace(worker=subjects.ANY))
-
-
-def headers_of(task: Outgoing, request_id: str) -> WorkHeaders:
-    begun = WorkHeaders(schema="", request_id=request_id, epoch=0, deadline_unix_ms=2**50)
-    return task.headers(begun)
+def headers_of(request_id: str) -> WorkHeaders:
+    return WorkHeaders(schema="", request_id=request_id, epoch=0, deadline_unix_ms=2**50)
 
 
 @asynccontextmanager
 async def dispatching(ctx: StageContext) -> AsyncIterator[Dispatch]:
-    dispatch = Dispatch(ctx.bus, ctx.log)
+    dispatch = Dispatch(ctx.bus, ctx.chain, ctx.log)
     async with task_scope() as tasks:
         tasks.create_task(dispatch.run())
         yield dispatch
 
 
-def say(dispatch: Dispatch, request_id: str) -> bool:
-    task = outgoing(request_id)
-    return dispatch.say(task, headers_of(task, request_id), OWN)
+def say(dispatch: Dispatch, request_id: str, worker: str = "w1", **fields: Any) -> bool:
+    told = replace(record(request_id), **fields)
+    return dispatch.say(told, PrefillPlace(worker=worker), headers_of(request_id))
 
 
 async def until_queued(bus: Bus, expected: dict[str, int]) -> None:
@@ -265,17 +262,24 @@ async def test_a_claimed_task_is_never_queued(
         await dispatch.finish()
         await until(lambda: ear.on(subjects.direct(OWN)))
     (message,) = ear.on(subjects.direct(OWN))
-    assert decode(message.data, PrefillTask) == outgoing(request_id).message
+    task = task_of(record(request_id), PrefillPlace(worker="w1"), is_recorded=False)
+    assert decode(message.data, PrefillTask) == task.message
     assert WorkHeaders.from_dict(message.headers).epoch == 1
     assert await waiting_work(ctx.bus) == {}
 
 
 async def test_a_task_that_nobody_hears_is_queued_at_once(ctx: StageContext) -> None:
     """The worker has just died: the broker says so, and no time is lost."""
+    request_id = new_id()
     async with dispatching(ctx) as dispatch:
-        assert say(dispatch, new_id())
+        assert say(dispatch, request_id)
         await until_queued(ctx.bus, {SHARED: 1})
         assert len(dispatch) == 0
+    (queued,) = [message async for message in peek(ctx.bus, SHARED)]
+    assert decode(queued.data, PrefillTask).is_recorded
+    found = await ctx.chain.record(request_id)
+    assert found is not None
+    assert found[1] == record(request_id)
 
 
 async def test_a_task_that_nobody_claims_is_queued(
@@ -296,8 +300,7 @@ async def test_what_was_said_to_one_that_is_gone_is_queued_at_once(ctx: StageCon
     lost, kept = new_id(), new_id()
     async with dispatching(ctx) as dispatch:
         assert say(dispatch, lost)
-        task = outgoing(kept)
-        assert dispatch.say(task, headers_of(task, kept), subjects.prefill(SERVED, "w2"))
+        assert say(dispatch, kept, "w2")
         dispatch.lost("w1")
         await until_queued(ctx.bus, {SHARED: 1})
         assert len(dispatch) == 1
@@ -307,7 +310,7 @@ async def test_what_was_said_to_one_that_is_gone_is_queued_at_once(ctx: StageCon
 async def test_a_process_that_leaves_queues_the_rest(ctx: StageContext) -> None:
     """Nobody else watches over what it said."""
     await ctx.bus.subscribe(subjects.direct(OWN), lambda _: None)
-    dispatch = Dispatch(ctx.bus, ctx.log)
+    dispatch = Dispatch(ctx.bus, ctx.chain, ctx.log)
     for _ in range(2):
         assert say(dispatch, new_id())
     await dispatch.finish()
@@ -317,18 +320,13 @@ async def test_a_process_that_leaves_queues_the_rest(ctx: StageContext) -> None:
 async def test_what_can_not_be_said_is_for_the_queue(
     ctx: StageContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Too much is said already, or the task is larger than a message."""
-    dispatch = Dispatch(ctx.bus, ctx.log)
+    """Nobody is named, too much is said already, or the task is larger than a message."""
+    dispatch = Dispatch(ctx.bus, ctx.chain, ctx.log)
+    assert not say(dispatch, new_id(), subjects.ANY)
+    assert not say(dispatch, new_id(), prompt_ids=bytes(INLINE_IDS_BYTES + 4))
+    assert not say(dispatch, new_id(), reader_note=bytes(ctx.bus.max_payload))
     monkeypatch.setattr("pipeline.dispatch.MAX_SAID", 0)
     assert not say(dispatch, new_id())
-    monkeypatch.undo()
-    large = Outgoing(
-        subject=SHARED,
-        message=prefill_task(new_id()),
-        msg_id="x" * ctx.bus.max_payload,
-        epoch=1,
-    )
-    assert not dispatch.say(large, headers_of(large, new_id()), OWN)
     assert len(dispatch) == 0
 
 
@@ -337,7 +335,7 @@ async def test_a_task_of_a_broken_bus_is_left_to_who_asked(
 ) -> None:
     """It was promised to nobody: whoever waits for it asks again."""
     bus = await connect("control")
-    dispatch = Dispatch(bus, stage_context(bus, lines).log)
+    dispatch = Dispatch(bus, ClaimChain(bus), stage_context(bus, lines).log)
     await ctx.bus.subscribe(subjects.direct(OWN), lambda _: None)
     assert say(dispatch, new_id())
     await broker.kill()

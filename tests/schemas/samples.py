@@ -158,6 +158,7 @@ SAMPLES: tuple[Message, ...] = (
         record=RECORD,
         kv_sources=(KvSource(worker="decode-0-99aabbccdd", num_blocks=7, tier="disk"),),
         overtakes=True,
+        is_recorded=False,
     ),
     READY,
     DecodeTask(request_id=REQUEST_ID, epoch=2, after_seq=17, reader=READER, ready=READY),

@@ -8,10 +8,15 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from infra.bus import TOKENS, peek, replay
+from schemas import subjects
+from schemas.codec import decode
 from schemas.errors import BusUnavailable
+from schemas.prefill import PrefillTask
 from schemas.tokens import Claim, StreamError
-from tests.workers.workplace import PROMPT, Worker, Workplace, is_claim, until
+from tests.workers.workplace import PATIENCE_S, PROMPT, Worker, Workplace, is_claim, until
 from workers.ahead import Ahead
 from workers.engine.api import EngineRequest, FinishedRequest, StepReport, TokenOutput
 
@@ -162,6 +167,81 @@ async def test_who_is_fenced_meanwhile_holds_nothing(place: Workplace) -> None:
         await until(lambda: worker.now is not first)
         assert not first.execution._ahead
         await place.until_tip(record, lambda entry: not is_claim(entry) and entry is not None)
+    place.check(record, await place.answer(record))
+    await place.until_idle()
+
+
+async def test_a_record_that_is_not_stored_is_stored_before_the_claim(place: Workplace) -> None:
+    """By the worker itself, in one go; the answer is the same."""
+    worker = await place.worker("b", "both")
+    await until(lambda: worker.incarnations)
+    record = await place.record(is_stored=False)
+    await place.say(record, worker)
+    place.check(record, answer := await place.answer(record))
+    assert answer.claims == [(1, "prefill")]
+    found = await place.chain.record(record.request_id)
+    claims = replay(place.bus, TOKENS, subjects.chain(record.reader, record.request_id))
+    first = await anext(claims)
+    await claims.aclose()
+    assert found is not None
+    assert found[1] == record
+    assert found[0] < first.seq
+    await place.until_idle()
+
+
+async def test_a_record_that_was_written_before_is_the_one_that_is_answered(
+    place: Workplace,
+) -> None:
+    """Though the engine had begun another one of this id: nothing of that is told."""
+    worker = await place.worker("b", "both")
+    await until(lambda: worker.incarnations)
+    stands = await place.record(temperature=1.0, seed=1, max_tokens=12)
+    sampling = replace(stands.sampling, seed=2, max_tokens=9)
+    await place.say(replace(stands, sampling=sampling), worker)
+    answer = await place.answer(stands)
+    place.check(stands, answer)
+    assert len(answer.tokens()) == 12
+    await place.until_idle()
+
+
+async def test_one_that_was_admitted_for_another_revision_is_left_to_it(place: Workplace) -> None:
+    """A rollout came between: the claim is ours, the answer is not."""
+    worker = await place.worker("b", "both")
+    await until(lambda: worker.incarnations)
+    record = await place.record(is_stored=False)
+    other = replace(record, served="tiny@2", revision="2")
+    await place.chain.write_record(other)
+    await place.say(record, worker)
+    seq = await place.until_tip(record, is_claim)
+    queued = peek(place.bus, subjects.prefill("tiny@2"))
+    async with asyncio.timeout(PATIENCE_S):
+        while not (tasks := [decode(message.data, PrefillTask) async for message in queued]):
+            queued = peek(place.bus, subjects.prefill("tiny@2"))
+    assert [(task.request_id, task.epoch, task.after_seq) for task in tasks] == [
+        (record.request_id, 2, seq)
+    ]
+    assert (await place.stored(record)).deltas == ()
+    await place.until_idle()
+
+
+async def test_what_is_queued_for_lack_of_room_is_recorded_before(place: Workplace) -> None:
+    """Who reads on elsewhere finds it while it waits."""
+    worker = await place.worker("b", "both", max_num_sequences=1)
+    await until(lambda: worker.incarnations)
+    worker.runner.gate.clear()
+    await place.say(await place.record(is_stored=False), worker)
+    await until(lambda: worker.owed == 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipeline.stage._MAX_IN_LINE", 0)
+        record = await place.record(is_stored=False)
+        await place.say(record, worker)
+        async with asyncio.timeout(PATIENCE_S):
+            while await place.num_queued() == 0:
+                pass
+        found = await place.chain.record(record.request_id)
+    assert found is not None
+    assert found[1] == record
+    worker.runner.open()
     place.check(record, await place.answer(record))
     await place.until_idle()
 

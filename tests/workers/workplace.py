@@ -20,6 +20,7 @@ from typing import Any
 import structlog
 
 from infra.bus import TOKENS, WORK, Bus, EmbeddedBroker, kv_ready_consumer, publish_work, replay
+from infra.bus.calls import has_no_responders
 from infra.config import BusConfig, WorkerConfig
 from infra.health import Health
 from infra.metrics import Metrics
@@ -329,6 +330,7 @@ class Workplace:
         *,
         deadline_s: float = 60.0,
         reader: str = READER,
+        is_stored: bool = True,
         **sampling: object,
     ) -> RequestRecord:
         """An admitted request that nobody was told of yet."""
@@ -345,9 +347,8 @@ class Workplace:
             admitted_unix_ms=now_ms,
             deadline_unix_ms=now_ms + int(deadline_s * 1000),
         )
-        await self.bus.publish_stored(
-            subjects.request_record(record.request_id), encode(record), expect_last_subject_seq=0
-        )
+        if is_stored:
+            assert await self.chain.write_record(record) is record
         return record
 
     async def place(
@@ -370,6 +371,32 @@ class Workplace:
             kv_sources=tuple(kv_sources),
         )
         await self.place_task(task, subjects.prefill(SERVED, worker), record.deadline_unix_ms)
+
+    async def say(self, record: RequestRecord, worker: Worker) -> None:
+        """Say its task to a worker, without the queue; the record is the worker's to store."""
+        task = PrefillTask(
+            request_id=record.request_id,
+            epoch=1,
+            after_seq=0,
+            reader=record.reader,
+            record=record,
+            is_recorded=False,
+        )
+        headers = WorkHeaders(
+            schema=tag_of(PrefillTask),
+            request_id=record.request_id,
+            epoch=1,
+            deadline_unix_ms=record.deadline_unix_ms,
+        )
+        own = subjects.direct(subjects.prefill(SERVED, worker.now.worker))
+        wire = headers.to_dict(f"{record.request_id}.prefill.1")
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                answer = self.bus.ask(own, encode(task), wire, PATIENCE_S)
+                await self.num_queued()  # a round trip
+                if not (answer.done() and has_no_responders(answer.result())):
+                    break  # else it does not listen yet
+        answer.cancel()
 
     async def place_task(self, task: Any, subject: str, deadline_unix_ms: int) -> None:
         headers = WorkHeaders(

@@ -1,4 +1,5 @@
 import asyncio
+import gc
 import os
 import signal
 import socket
@@ -22,6 +23,7 @@ from schemas import subjects
 from schemas.errors import BusUnavailable, PayloadTooLarge, QueueFull, SchemaError
 
 RECORD = subjects.request_record("request-1")
+CHAIN = subjects.chain("bridge.b", "request-1")
 
 
 async def test_a_stored_publish_answers_with_its_place(bus):
@@ -96,6 +98,36 @@ def test_a_cluster_without_a_leader_is_away_and_refuses_nothing():
     assert isinstance(from_answer(said, "CONSUMER.CREATE"), BusUnavailable)
     gone = from_answer({"code": 404, "err_code": 10014, "description": "consumer not found"}, "")
     assert not isinstance(gone, BusUnavailable)
+
+
+async def test_messages_in_a_row_are_stored_in_order_each_by_its_own_condition(bus, recwarn):
+    """One that comes too late harms no other; one that can't be sent is told, and the first is
+    stored all the same."""
+    first, second = await bus.publish_row(((RECORD, b"a", 0), (CHAIN, b"b", 0)))
+    assert (first.seq + 1, second.duplicate) == (second.seq, False)
+    late, next_one = await bus.publish_row(((RECORD, b"c", 0), (CHAIN, b"d", second.seq)))
+    assert isinstance(late, WrongLastSequence)
+    assert late.last_seq == first.seq
+    assert next_one.seq == second.seq + 1
+    too_large = bytes(bus.max_payload + 1)
+    with pytest.raises(PayloadTooLarge):
+        await bus.publish_row(((RECORD, b"e", first.seq), (CHAIN, too_large, next_one.seq)))
+    assert (await bus.last_message(TOKENS, RECORD, at_least_seq=next_one.seq + 1)).data == b"e"
+    assert (await bus.last_message(TOKENS, CHAIN)).seq == next_one.seq
+    gc.collect()
+    assert not recwarn.list
+
+
+async def test_a_row_fails_with_its_connection(broker, bus, until):
+    """What is not known to be stored is said so."""
+    os.kill(broker.pid, signal.SIGSTOP)
+    async with asyncio.TaskGroup() as tasks:
+        asked = tasks.create_task(_outcome(bus.publish_row(((RECORD, b"a", 0), (CHAIN, b"b", 0)))))
+        await until(lambda: len(bus._calls) >= 2)
+        await broker.kill()
+        async with asyncio.timeout(60):
+            assert isinstance(await asked, BusUnavailable)
+    assert not len(bus._calls)
 
 
 @pytest.mark.parametrize("msg_id", [None, "once"])
