@@ -81,7 +81,7 @@ class TokenStream:
         self._take_now: Callable[[Sequence[TokenDelta]], bool] | None = None
         self._failure: Exception | None = None  # of ``_take_now``, or of who submits it
         self._has_begun = False  # a token was shown
-        self._was_put_off = False  # its last tokens were, by a round
+        self._was_put_off = False  # its last tokens were
         self._alarm: Alarm | None = None  # at the deadline
 
     @property
@@ -266,11 +266,11 @@ class TokenStream:
             self._overflow()
 
     def _in_round(self) -> None:
-        """The last tokens wait for one more round: as a rule the end is there then, and what
-        would be two writes is one."""
+        """The last tokens are put off once: as a rule the end comes meanwhile, and what would be
+        two writes is one."""
         if not self._was_put_off and self._ready and self._ready[-1].finish_reason is not None:
             self._was_put_off = True
-            self._hub.wakes.add(self._in_round)
+            self._hub.wakes.put_off(self._in_round)
         else:
             self._hand_on()
 

@@ -9,8 +9,9 @@ in rounds, and after each round there is a rest of ``REST`` times what it took::
 
 So writing takes an eighth of the time of a process at most, until rests are ``LONGEST_S`` long: no
 token waits longer than that. An engine's steps are longer, as a rule, than the rest after a few
-streams, and nothing waits. A first token never does, nor an end; an answer's last tokens may wait
-for two rests, so that its end leaves with them.
+streams, and nothing waits. A first token never does, nor an end. An answer's last tokens are put
+off by another ``LONGEST_S`` to twice that: as a rule its end comes meanwhile, wakes their reader,
+and leaves with them.
 """
 
 from __future__ import annotations
@@ -33,12 +34,30 @@ class Wakes:
         self._is_due = False
         self._next_s = 0.0  # when the rest ends, in the loop's time
         self._began_s = 0.0
+        self._put_off: dict[Wake, None] = {}  # since the last look at these
+        self._overdue: dict[Wake, None] = {}  # since the one before
 
     def add(self, wake: Wake) -> None:
         """Call ``wake`` in the next round; it is to set something that a task waits for."""
         self._ripe[wake] = None
         if not self._is_due:
             self._set()
+
+    def put_off(self, wake: Wake) -> None:
+        """Call ``wake`` in ``LONGEST_S``, or up to twice that: for who hopes to be woken before."""
+        if not (self._put_off or self._overdue):
+            self._look_later()
+        self._put_off[wake] = None
+
+    def _look_later(self) -> None:
+        asyncio.get_running_loop().call_later(LONGEST_S, self._look)
+
+    def _look(self) -> None:
+        late, self._overdue, self._put_off = self._overdue, self._put_off, {}
+        if self._overdue:
+            self._look_later()
+        for wake in late:
+            self.add(wake)
 
     def _set(self) -> None:
         self._is_due = True

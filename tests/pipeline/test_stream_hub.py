@@ -42,7 +42,7 @@ class Followed:
 
 
 async def test_an_answers_last_tokens_leave_with_its_end() -> None:
-    """They wait for a round: the end, when it comes meanwhile, is known to who writes them."""
+    """They are put off: the end, when it comes meanwhile, is known to who writes them."""
     followed = Followed()
     followed.token(0)
     assert followed.taken == [0], "the first one does not wait"
@@ -53,7 +53,7 @@ async def test_an_answers_last_tokens_leave_with_its_end() -> None:
     followed.token(2)
     followed.token(3, "length")
     await asyncio.sleep(0)
-    assert followed.taken == [0, 1], "the last ones do, for a round"
+    assert followed.taken == [0, 1], "the last ones do"
     usage = Usage(prompt_tokens=1, completion_tokens=4)
     followed.comes(
         StreamEnd(request_id="r", epoch=1, num_tokens=(4,), finish_reasons=("length",), usage=usage)
@@ -63,7 +63,7 @@ async def test_an_answers_last_tokens_leave_with_its_end() -> None:
     assert followed.stream.is_ending
 
 
-async def test_last_tokens_wait_for_one_round_only() -> None:
+async def test_last_tokens_are_put_off_once_only() -> None:
     """An end that is late, for its worker may die before it, holds no token back."""
     followed = Followed()
     followed.token(0)

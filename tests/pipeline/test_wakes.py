@@ -90,3 +90,18 @@ async def test_what_is_added_in_a_round_comes_in_the_next_one():
     await reader.wait()
     assert reader.count == 1
     assert [type(error) for error in heard] == [ArithmeticError]
+
+
+async def test_who_is_put_off_is_woken_all_the_same(monkeypatch):
+    """After two looks at most; who is put off meanwhile has time of its own, and then there is no
+    timer left."""
+    monkeypatch.setattr(module, "LONGEST_S", 0.001)
+    wakes, one, other = Wakes(), Rounds(), Rounds()
+    wakes.put_off(one.wake)
+    wakes._look()
+    assert one.count == 0, "not at the first look"
+    wakes.put_off(other.wake)
+    await one.wait()
+    await other.wait()
+    assert (one.count, other.count) == (1, 1)
+    assert wakes._put_off == wakes._overdue == {}
