@@ -76,6 +76,8 @@ class TooManyConnections(MeshError):
 
 def request_label(raw: bytes) -> str:
     """A client's own ``x-request-id``, when it can go into a header and a log line; else none."""
+    if not raw:
+        return ""
     text = raw.decode("latin-1").strip()
     fits = 0 < len(text) <= _MAX_LABEL and text.isascii() and text.isprintable()
     return text if fits else ""

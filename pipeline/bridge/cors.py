@@ -42,8 +42,9 @@ class Cors:
 
     def is_preflight(self, method: str, headers: Mapping[bytes, bytes]) -> bool:
         """Whether a browser asks for leave, instead of a page for an answer."""
-        is_asked = b"origin" in headers and b"access-control-request-method" in headers
-        return bool(self._origins) and method == "OPTIONS" and is_asked
+        if method != "OPTIONS" or not self._origins:
+            return False
+        return b"origin" in headers and b"access-control-request-method" in headers
 
     def answer_headers(self, headers: Mapping[bytes, bytes]) -> list[Header]:
         """What every answer to a request with ``headers`` carries, errors too."""

@@ -74,7 +74,8 @@ class Events(ABC):
         self._echoes = echoes
         self._is_numbered = form.event_ids or after_event > 0
         self._begin = b'data: {"id":' + _encode(identity.id)  # of all events, up to their shape
-        self._heads: list[bytes] = [b""] * len(echoes)  # filled when a choice opens
+        self._shapes: list[Shape | None] = [None] * len(echoes)  # filled when a choice opens
+        self._heads: list[bytes] = [b""] * len(echoes)  # those as well
         self._tail = b""
         self._runs = [False] * len(echoes)  # open, and its events differ in their text alone
         self._finished = [False] * len(echoes)
@@ -134,13 +135,16 @@ class Events(ABC):
         return self._event(self._text(choice, delta))
 
     def _open(self, choice: int, prompt: Sequence[TokenLogprob] = ()) -> bytes:
-        if self._heads[choice]:
+        if self._shapes[choice] is not None:
             return b""
-        shape, echo = self._shape(choice), self._echoes[choice]
+        about, form, echo = self.identity, self.form, self._echoes[choice]
+        shape = self._shapes[choice] = _shape(
+            type(self), about.created, about.model, about.fingerprint, form.include_usage, choice
+        )
         self._heads[choice] = self._begin + shape.head
         self._tail = shape.tail
-        self._runs[choice] = not self.form.continuous_usage
-        if echo or prompt or self.form.continuous_usage:
+        self._runs[choice] = not form.continuous_usage
+        if echo or prompt or form.continuous_usage:
             opening = self._opening(choice, echo, prompt)
             return b"" if opening is None else self._event(opening)
         return self._numbered(self._begin + shape.opening) if shape.opening else b""
@@ -148,16 +152,10 @@ class Events(ABC):
     def _close(self, choice: int, reason: str) -> bytes:
         self._finished[choice] = True
         self._runs[choice] = False
-        if self.form.continuous_usage:
+        shape = self._shapes[choice]
+        if shape is None or self.form.continuous_usage:
             return self._event(self._closing(choice, reason))
-        return self._numbered(self._begin + self._shape(choice).closing[known_reason(reason)])
-
-    def _shape(self, choice: int) -> Shape:
-        about = self.identity
-        return _shape(
-            type(self), about.created, about.model, about.fingerprint, self.form.include_usage,
-            choice,
-        )  # fmt: skip
+        return self._numbered(self._begin + shape.closing[known_reason(reason)])
 
     def _count(self, num_tokens: int) -> None:
         self._usage = Usage(

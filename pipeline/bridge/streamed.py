@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from infra.metrics import Metrics
 from pipeline.alarms import Alarm
@@ -43,7 +44,6 @@ class StreamedAnswer:
         self._keep_alive_s = keep_alive_s
         self._last_write_s = call.started_s
         self._last_token_s: dict[int, float] = {}  # by first choice of a prompt
-        self._turn = asyncio.Lock()
         self._is_waiting = False  # to write what must go before all else
         self._rest = b""  # the last events: they leave with the end
         self._silence: Alarm | None = None
@@ -62,7 +62,8 @@ class StreamedAnswer:
             if self._generation.num_prompts == 1:
                 await self._generation.run(self._write, self._write_now)
             else:
-                await self._generation.run(self._write_in_turn)
+                turn = asyncio.Lock()  # event numbers leave in order
+                await self._generation.run(partial(self._write_in_turn, turn))
             end = self._events.end(self._generation.reasons, self._generation.usage)
         except BaseException:
             if self._rest:
@@ -72,8 +73,10 @@ class StreamedAnswer:
             self._silence.cancel()
         await self._call.write(self._rest + end, last=True)
 
-    async def _write_in_turn(self, first: int, deltas: Sequence[TokenDelta]) -> None:
-        async with self._turn:  # event numbers leave in order
+    async def _write_in_turn(
+        self, turn: asyncio.Lock, first: int, deltas: Sequence[TokenDelta]
+    ) -> None:
+        async with turn:
             await self._write(first, deltas)
 
     async def _write(self, first: int, deltas: Sequence[TokenDelta]) -> None:
