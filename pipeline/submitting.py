@@ -200,4 +200,4 @@ class DirectWay:
                 stream.fail(error)
             except MeshError as error:
                 stream.fail(error)
-            self._open.pop(stream, None)
+            stream.note_heard()

@@ -94,6 +94,11 @@ class TokenStream:
         """Whether anything was heard of the request."""
         return self._accepted is not None or self.view.chain_seq > 0
 
+    @property
+    def is_durable(self) -> bool:
+        """Whether the request is stored, and goes on without whoever submitted it."""
+        return self._on_heard is None
+
     async def accepted(self) -> Accepted:
         """Admission's word that the request is in.
 

@@ -119,6 +119,11 @@ class Generation:
         return self.num_prompts == 1 and self._streams[0].is_ending
 
     @property
+    def is_durable(self) -> bool:
+        """Whether all its requests are stored."""
+        return all(stream.is_durable for stream in self._streams.values())
+
+    @property
     def has_begun(self) -> bool:
         """Whether a token was heard of."""
         return any(stream.num_tokens for stream in self._streams.values())

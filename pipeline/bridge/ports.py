@@ -35,6 +35,10 @@ class Stream(Protocol):
     def is_ending(self) -> bool:
         """Whether nothing follows what is ready but the end."""
 
+    @property
+    def is_durable(self) -> bool:
+        """Whether the request is stored: it goes on, and can be resumed, without this bridge."""
+
     async def accepted(self) -> Accepted:
         """Wait for admission; raises the MeshError with which the request was refused."""
 

@@ -20,8 +20,9 @@ _HEAD_S = 0.2
 class StreamedAnswer:
     """Writes events as their tokens come.
 
-    The head of the answer leaves with the first of them, in one write, or alone after ``_HEAD_S``:
-    a client that waits for its first token knows at least the request's id then.
+    The head of the answer leaves with the first of them, in one write, or alone after ``_HEAD_S``,
+    once the request is stored: a client that waits for its first token knows at least the id then,
+    under which it can read on elsewhere.
 
     Args:
         metrics: where the pace of tokens is noted; None for a stream that is resumed, whose pace
@@ -123,10 +124,13 @@ class StreamedAnswer:
     def _watch_silence(self) -> None:
         """A comment after each ``keep_alive_s`` without an event. One that finds the connection
         full is left out: there is enough on its way."""
-        self._call.flush()
-        now_s = time.perf_counter()
+        now_s, is_durable = time.perf_counter(), self._generation.is_durable
+        if is_durable:
+            self._call.flush()
         if now_s - self._last_write_s >= self._keep_alive_s:
             self._call.write_now(KEEP_ALIVE)
             self._last_write_s = now_s
         left_s = self._keep_alive_s - (now_s - self._last_write_s)
+        if not is_durable:
+            left_s = min(left_s, _HEAD_S)
         self._silence = self._call.alarms.set(left_s, self._watch_silence)

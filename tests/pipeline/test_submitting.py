@@ -137,17 +137,19 @@ async def test_what_a_lost_control_process_may_have_heard_is_queued_at_once(
 
 
 async def test_one_that_nobody_claims_is_queued(
-    bus: Bus, connect: Any, monkeypatch: pytest.MonkeyPatch
+    bus: Bus, connect: Any, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was accepted, and whoever did that died before a worker had it: nothing was promised,
-    and nothing is lost."""
+    and nothing is lost. It is durable from then on."""
     monkeypatch.setattr("pipeline.submitting.OPEN_S", 0.0)
     await Door(bus).open()
     async with direct_client(connect) as client:
         asked = request()
         stream = await client.submit(asked)
         await stream.accepted()
+        assert not stream.is_durable
         await until_queued(bus, asked.request_id)
+        await until(lambda: stream.is_durable)
         await say_all(bus, stream)
         assert [delta.ids async for delta in stream] == [(7,)]
 
@@ -173,6 +175,7 @@ async def test_one_that_is_heard_of_is_not_queued(
         with pytest.raises(InvalidRequest):
             await refused.accepted()
         await until(lambda: claimed.view.claim)
+        assert claimed.is_durable
         monkeypatch.setattr("pipeline.submitting.ANSWER_S", 0.0)
         last = request()  # the only one of which nothing was heard
         await client.submit(last)

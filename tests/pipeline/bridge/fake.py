@@ -71,6 +71,7 @@ class Script:
     submit_error: Exception | None = None
     silent: bool = False
     echo_text: str | None = None
+    is_durable: bool = True
 
 
 def logprob(text: str, top: int) -> TokenLogprob:
@@ -138,12 +139,18 @@ class FakeStream:
         self.is_closed = asyncio.Event()
         self.failed = False
         self.num_tokens = 0
+        self.num_looks = 0  # at whether it is durable
         self._script = script
         self._steps = deque(script.steps)
 
     @property
     def is_ending(self) -> bool:
         return not self._steps and self._script.end is not None
+
+    @property
+    def is_durable(self) -> bool:
+        self.num_looks += 1
+        return self._script.is_durable
 
     async def accepted(self) -> Accepted:
         if self._script.refusal:

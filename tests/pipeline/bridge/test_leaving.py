@@ -206,6 +206,26 @@ async def test_silence_is_filled_with_comments() -> None:
         await client.until(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
+async def test_the_head_waits_until_the_request_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that has the id may read on at another bridge: there must be something to read."""
+    monkeypatch.setattr("pipeline.bridge.streamed._HEAD_S", 0.01)
+    script = Script(steps=[asyncio.Event()], end=None, is_durable=False)
+    house = build(FakeClient(lambda _: script))
+    async with served(house) as port, wire(port) as client:
+        client.post(chat(stream=True))
+        await house.client.submitted.wait()
+        (stream,) = house.client.streams
+        async with asyncio.timeout(WAIT_S):
+            while stream.num_looks < 3:
+                await asyncio.sleep(0)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0):
+                await client.reader.read(1)
+        script.is_durable = True
+        assert b"x-request-id" in await client.until(b"\r\n\r\n")
+        stream.is_closed.set()
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_the_deadline_ends_the_wait(stream: bool) -> None:
     """Whatever the mesh does: past the deadline the client gets 504, or the error event."""
