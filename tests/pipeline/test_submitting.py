@@ -146,8 +146,8 @@ async def test_one_that_nobody_claims_is_queued(
     async with direct_client(connect) as client:
         asked = request()
         stream = await client.submit(asked)
-        await stream.accepted()
         assert not stream.is_durable
+        await stream.accepted()
         await until_queued(bus, asked.request_id)
         await until(lambda: stream.is_durable)
         await say_all(bus, stream)
