@@ -53,6 +53,7 @@ class SharedPool:
         self._generations: npt.NDArray[np.uint32] | None = np.frombuffer(
             self._map, np.uint32, num_blocks
         )
+        self._counters = memoryview(self._map)[: num_blocks * 4].cast("I")  # the same, for touch()
         self._slots: npt.NDArray[np.uint8] | None = np.frombuffer(
             self._map, np.uint8, num_blocks * block_bytes, header
         ).reshape(num_blocks, block_bytes)
@@ -83,7 +84,7 @@ class SharedPool:
 
     def touch(self, slot: int) -> None:
         """Raise the slot's generation: whoever still reads it under an old one will notice."""
-        self.generations[slot] += 1
+        self._counters[slot] = self._counters[slot] + 1 & 0xFFFF_FFFF
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy one slot onto another."""
@@ -92,6 +93,7 @@ class SharedPool:
     def close(self) -> None:
         """Unmap and close. Views handed out before must be gone; if not, the map stays until
         they are, and only the descriptor is closed."""
+        self._counters.release()
         self._generations = None
         self._slots = None
         try:

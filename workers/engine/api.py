@@ -250,6 +250,7 @@ class ScheduledSequence(msgspec.Struct, kw_only=True):
     index: int  # the choice
     allowed: bytes | None = None  # ids that may come next (bit i % 8 of byte i // 8); None: all
     scores: PromptScores | None = None  # where the runner notes those of ``scored``; None: nowhere
+    is_greedy: bool = False  # wants the likeliest token and no more: no scores, logprobs or format
 
     @property
     def token_number(self) -> int:

@@ -20,7 +20,7 @@ class Computed(msgspec.Struct):
     computing raised, with what."""
 
     batch: list[Sequence] = []
-    tokens: list[Sampled | None] = []
+    tokens: Seq[Sampled | None] = []
     failures: list[tuple[Sequence, Exception]] = []
 
     def num_tokens(self) -> int:
@@ -63,17 +63,17 @@ def execute(runner: Runner, batch: list[Sequence]) -> Computed:
     for sequence in batch:
         alone = execute(runner, [sequence])
         computed.batch += alone.batch
-        computed.tokens += alone.tokens
+        computed.tokens = [*computed.tokens, *alone.tokens]
         computed.failures += alone.failures
     return computed
 
 
-def _run(runner: Runner, batch: Seq[Sequence]) -> list[Sampled | None]:
+def _run(runner: Runner, batch: Seq[Sequence]) -> Seq[Sampled | None]:
     sampled = runner.execute(batch)
     num_wanted = sum([sequence.sample for sequence in batch])
     if len(sampled) != num_wanted:
         raise EngineFailed(f"the runner gave {len(sampled)} tokens, not one per sample")
     if num_wanted == len(batch):
-        return list(sampled)
+        return sampled
     tokens = iter(sampled)
     return [next(tokens) if sequence.sample else None for sequence in batch]

@@ -78,7 +78,6 @@ class Engine:
         self._vocabulary = vocabulary
         self.grammars = Grammars(vocabulary, self.info)
         self._requests: dict[str, ActiveRequest] = {}
-        self._choices: dict[Sequence, Choice] = {}  # of those, by what computes them
         self._num_formats = 0  # of those, how many keep to a format
         self._ended: dict[str, ActiveRequest] = {}  # ended when they came; the next step says so
         self._reservations: dict[str, tuple[int, ...]] = {}
@@ -136,7 +135,7 @@ class Engine:
             return
         self._requests[request.key] = active
         for choice in running:
-            self._choices[choice.sequence] = choice
+            choice.sequence.choice = choice
         self._num_formats += active.group.has_format
         self._enqueue(active, [choice.sequence for choice in running])
 
@@ -182,7 +181,7 @@ class Engine:
         if active is not None:
             self._num_formats -= active.group.has_format
             for sequence in active.sequences:
-                self._choices.pop(sequence, None)
+                sequence.choice = None
                 self.scheduler.remove(sequence)
 
     # ---- the step ------------------------------------------------------------------------
@@ -242,14 +241,13 @@ class Engine:
     def _find_allowed(self, batch: list[Sequence], report: StepReport) -> list[Sequence]:
         """Let each grammar say what may come next; returns who can run."""
         for sequence in batch:
-            active = self._requests.get(sequence.group.key)
-            if active is None or not sequence.sample or not sequence.group.has_format:
+            choice = sequence.choice
+            if choice is None or choice.matcher is None or not sequence.sample:
                 continue
-            matcher = active.choices[sequence.index].matcher
             try:
-                sequence.allowed = None if matcher is None else matcher.allowed()
+                sequence.allowed = choice.matcher.allowed()
             except EngineFailed as error:
-                self._fail(active, error, report)
+                self._fail(self._requests[choice.key], error, report)
         return [one for one in batch if one.group.key in self._requests]
 
     def _take_failures(self, computed: Computed, report: StepReport) -> None:
@@ -262,29 +260,31 @@ class Engine:
 
     def _take_tokens(self, computed: Computed, report: StepReport) -> None:
         """Report sampled tokens, and the ends and holds that they bring."""
-        choices, outputs = self._choices, report.outputs
+        outputs = report.outputs
         for sequence, sampled in zip(computed.batch, computed.tokens, strict=True):
-            choice = choices.get(sequence)
+            choice = sequence.choice
             if choice is None or sampled is None:  # no token: a root, or a part of a prompt
                 self._settle_root(sequence, report)
-                continue
-            token_id = sampled.token_id
-            number = len(sequence.token_ids) - sequence.num_prompt_tokens
-            text = choice.accept(token_id)
-            if number and choice.is_plain and choice.finish_reason is None:
-                outputs.append(TokenOutput(choice.key, sequence.index, number, token_id, text))
-                continue
-            outputs.append(self._output(choice, sampled, number, text))
-            if choice.finish_reason is not None or choice.is_held_next:
-                self._end_or_hold(choice, report)
+            elif (output := choice.take_plain(sampled.token_id)) is not None:
+                outputs.append(output)
+            else:
+                self._take_special(choice, sampled, report)
+
+    def _take_special(self, choice: Choice, sampled: Sampled, report: StepReport) -> None:
+        """A token that may be more than its text, or end the answer."""
+        number = choice.sequence.num_tokens
+        text = choice.accept(sampled.token_id)
+        report.outputs.append(self._output(choice, sampled, number, text))
+        if choice.finish_reason is not None or choice.is_held_next:
+            self._end_or_hold(choice, report)
 
     def _output(self, choice: Choice, sampled: Sampled, number: int, text: str) -> TokenOutput:
         """Of a token with more to say than most."""
         sequence = choice.sequence
         scores = sequence.group.scores if number == 0 else None
         return TokenOutput(
-            key=sequence.group.key,
-            index=sequence.index,
+            key=choice.key,
+            index=choice.index,
             number=number,
             token_id=sampled.token_id,
             text=text,

@@ -8,7 +8,6 @@ pieces that were published.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from pathlib import Path
 
@@ -51,24 +50,8 @@ def bytes_of(name: str) -> bytes:
         return b""
 
 
-class _Pieces(dict[int, str | None]):
-    """What :meth:`Vocabulary.piece` says, found when it is first asked for: a look at a table for
-    each token but the first of its kind."""
-
-    def __init__(self, find: Callable[[int], str | None]) -> None:
-        self._find = find
-
-    def __missing__(self, token_id: int) -> str | None:
-        piece = self[token_id] = self._find(token_id)
-        return piece
-
-
 class Vocabulary:
-    """What the ids of one tokenizer look like as text. Shared by all choices of an engine.
-
-    Attributes:
-        pieces: :meth:`piece` as a table.
-    """
+    """What the ids of one tokenizer look like as text. Shared by all choices of an engine."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -80,7 +63,9 @@ class Vocabulary:
         self._texts: dict[int, str] = {}
         self._raws: dict[int, bytes] = {}
         self._is_context_free = isinstance(tokenizer.decoder, ByteLevel)
-        self.pieces = _Pieces(self._find_piece)
+        # By id, as they are asked for: a list, for each token of each answer is looked up in it.
+        self._pieces: list[str | None] = [None] * tokenizer.get_vocab_size(with_added_tokens=True)
+        self._parts: set[int] = set()  # those of which it is known that they have no piece
         anchor = tokenizer.encode("a", add_special_tokens=False).ids[-1:]
         self._anchor: list[int] = list(anchor)
 
@@ -130,7 +115,22 @@ class Vocabulary:
             "" for one that never shows; None when that depends on its neighbours: it holds a part
             of a character, or the decoder is not one that puts bytes beside each other.
         """
-        return self.pieces[token_id]
+        if token_id >= len(self._pieces):
+            return self._find_piece(token_id)
+        piece = self._pieces[token_id]
+        if piece is None and token_id not in self._parts:
+            piece = self._pieces[token_id] = self._find_piece(token_id)
+            if piece is None:
+                self._parts.add(token_id)
+        return piece
+
+    def pieces(self, num_ids: int) -> Seq[str | None]:
+        """:meth:`piece` as a table of ``num_ids`` ids at least, which fills as pieces are asked
+        for: None also stands where nobody has asked yet."""
+        missing = num_ids - len(self._pieces)
+        if missing > 0:
+            self._pieces += [None] * missing
+        return self._pieces
 
     def _find_piece(self, token_id: int) -> str | None:
         if self.is_silent(token_id):
@@ -190,7 +190,6 @@ class Detokenizer:
 
     def __init__(self, vocabulary: Vocabulary, prompt_ids: Seq[int]) -> None:
         self._vocabulary = vocabulary
-        self._pieces = vocabulary.pieces
         self._prompt_tail: Seq[int] = prompt_ids[
             -_NUM_CONTEXT_TOKENS:
         ]  # the context, not looked at
@@ -201,7 +200,7 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """The text that became certain with this token, often that of the token itself."""
-        piece = self._pieces[token_id]
+        piece = self._vocabulary.piece(token_id)
         if piece is None or self._held:
             return self._push_to_held(token_id)
         if piece:
@@ -228,7 +227,7 @@ class Detokenizer:
         """The same as :meth:`push` for tokens of which each has a piece, while none is held back:
         what they show is known."""
         for token_id in reversed(token_ids):
-            if self._pieces[token_id]:
+            if self._vocabulary.piece(token_id):
                 self._last = token_id
                 return
 
@@ -251,7 +250,8 @@ class Detokenizer:
         """Only tokens that do not stand by themselves ask for what is before them."""
         tail, self._prompt_tail = self._prompt_tail, ()
         if self._last is not None:
-            self._context, self._context_text = [self._last], self._pieces[self._last] or ""
+            self._context = [self._last]
+            self._context_text = self._vocabulary.piece(self._last) or ""
             self._last = None
         elif tail:
             self._move_context([t for t in tail if not self._vocabulary.is_silent(t)])
@@ -270,7 +270,7 @@ class OutputProcessor:
     ``min_tokens`` tokens is shown as it comes and takes no part in stop strings.
 
     Attributes:
-        pieces: of the vocabulary.
+        vocabulary: what tokens look like.
         searches: whether it looks for stop strings.
     """
 
@@ -285,7 +285,7 @@ class OutputProcessor:
         self._stop = tuple(text for text in stop if text)
         self._num_exempt = min_tokens
         self._pending = ""  # text that is the beginning of a stop string, or empty
-        self.pieces = vocabulary.pieces
+        self.vocabulary = vocabulary
         self.searches = bool(self._stop)
 
     @property

@@ -15,13 +15,18 @@ alone, which never samples. The choices start as forks of it::
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from pipeline.prefix_hash import block_hash
+from pipeline.prefix_hash import iter_prefix_hashes
+from schemas.codec import pack_ids
 from schemas.requests import SamplingParams
 from workers.engine.api import ScheduledSequence
 from workers.engine.prompt_scores import PromptScores
+
+if TYPE_CHECKING:
+    from workers.engine.choice import Choice
 
 ROOT = -1  # the index of a root, which is no choice
 
@@ -80,9 +85,16 @@ class Sequence(ScheduledSequence, eq=False, kw_only=True):
     promoted: set[bytes] = msgspec.field(default_factory=set)  # blocks that they brought
     hashes: list[bytes] = msgspec.field(default_factory=list)  # see prefix_hashes()
     age: tuple[int, int] = (0, 0)
+    choice: Choice | None = None  # takes its tokens while the engine runs it; a root has none
 
     def __post_init__(self) -> None:
-        self.sampling = self.group.sampling
+        self.sampling = sampling = self.group.sampling
+        self.is_greedy = (
+            sampling.temperature <= 0
+            and sampling.logprobs is None
+            and sampling.prompt_logprobs is None
+            and sampling.response_format is None
+        )
         self.age = (self.group.place, self.index)
 
     @property
@@ -108,12 +120,12 @@ class Sequence(ScheduledSequence, eq=False, kw_only=True):
 
     def prefix_hashes(self, num_blocks: int, block_size: int) -> Seq[bytes]:
         """The chained hashes of its first ``num_blocks`` full blocks, each computed once."""
-        while len(self.hashes) < num_blocks:
-            start = len(self.hashes) * block_size
-            parent = self.hashes[-1] if self.hashes else self.group.salt
-            ids = self.token_ids[start : start + block_size]
-            self.hashes.append(block_hash(parent, ids))
-        return self.hashes[:num_blocks]
+        hashes = self.hashes
+        if len(hashes) < num_blocks:
+            ids = self.token_ids[len(hashes) * block_size : num_blocks * block_size]
+            parent = hashes[-1] if hashes else self.group.salt
+            hashes += iter_prefix_hashes(pack_ids(ids), block_size, parent)
+        return hashes[:num_blocks]
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:

@@ -3,7 +3,7 @@
 Its KV is real in the way that matters. The KV of a token is 8 bytes, the chained hash of all
 tokens up to it, and it is read back from the pool to go on::
 
-    pool[slot(i)] = (pool[slot(i - 1)] * RATIO + token_ids[i] + START) mod 2**64
+    pool[slot(i)] = (pool[slot(i - 1)] * RATIO + token_ids[i]) mod 2**64    START before the first
     next token    = function of pool[slot(last)], and with a temperature of seed, choice, number
 
 So a wrong block table, a lost or half-written block or a handover gone wrong changes the tokens
@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,8 @@ START = 0x9E3779B97F4A7C15  # stands before the first token: 2**64 divided by th
 
 _MASK = (1 << 64) - 1
 _SPREAD = 0xBF58476D1CE4E5B9  # SplitMix64's
-_ONE_IN = 200  # an answer ends by itself after about so many tokens
+_SHIFT = 34  # leaves the upper 30 bits: one digit of Python's, and all that is below is in them
+_ONE_IN = 200  # an answer ends by itself after about so many tokens, if there are as many to choose
 _NUM_RANKED = 32  # tokens that a made-up distribution tells apart; a prompt's others are unlikely
 _UNLIKELY = -12.0
 
@@ -128,9 +130,7 @@ class SimulatedRunner(InSharedPool):
     ) -> None:
         self.info = info
         self._pool = pool
-        self._token_ids = tuple(token_ids)
-        self._num_token_ids = len(self._token_ids)
-        self._eos = min(info.eos_token_ids) if info.eos_token_ids else None
+        self._answers = _answers(token_ids, info.eos_token_ids)
         self._costs = costs
         self._clock = clock
         self._block_size = info.block_size
@@ -142,6 +142,7 @@ class SimulatedRunner(InSharedPool):
         """Compute the batch; one result per sequence that samples, in batch order."""
         end_s = self._clock.begin() + batch_ms(self._costs, batch) / 1e3
         entries, size = self._entries, self._block_size
+        answers, num_answers = self._answers, len(self._answers)
         sampled: list[Sampled] = []
         for one in batch:
             start, table = one.start, one.block_table
@@ -149,20 +150,17 @@ class SimulatedRunner(InSharedPool):
                 offset = start % size
                 here = table[start // size] * size + offset
                 before = here - 1 if offset else (table[start // size - 1] + 1) * size - 1
-                state = (entries[before] * RATIO + one.token_ids[start] + START) & _MASK
+                state = (entries[before] * RATIO + one.token_ids[start]) & _MASK
                 entries[here] = state
             else:
                 state = self._write_chunk(one)
+            if one.is_greedy:
+                if one.sample:  # what _likeliest() says
+                    sampled.append(answers[((state * _SPREAD & _MASK) >> _SHIFT) % num_answers])
+                continue
             if one.scores is not None:
                 self._score(one.scores, one)
-            if not one.sample:
-                continue
-            sampling = one.sampling
-            if sampling.temperature > 0:
-                state = mix(state, _draw(one))
-            if one.allowed is None and sampling.logprobs is None:
-                sampled.append(Sampled(self._token_of(state, 1)))
-            else:
+            if one.sample:
                 sampled.append(self._sample(one, state))
         self._clock.end(end_s)
         return sampled
@@ -181,9 +179,9 @@ class SimulatedRunner(InSharedPool):
         if start:
             state = self._entries[table[(start - 1) // size] * size + (start - 1) % size]
         for begin in range(start, end, _PIECE):
-            added = np.array(scheduled.token_ids[begin : min(begin + _PIECE, end)], np.uint64)
-            added = (added + np.uint64(START)) * _RATIO_DOWN[: len(added)]
-            states = (added.cumsum() + np.uint64(state)) * _RATIO_UP[: len(added)]
+            token_ids = array("Q", scheduled.token_ids[begin : min(begin + _PIECE, end)])
+            added = np.frombuffer(token_ids, np.uint64) * _RATIO_DOWN[: len(token_ids)]
+            states = (added.cumsum() + np.uint64(state)) * _RATIO_UP[: len(token_ids)]
             self._put(table, begin, states)
             state = int(states[-1])
         return state
@@ -199,13 +197,18 @@ class SimulatedRunner(InSharedPool):
             num_done += len(part)
 
     def _sample(self, scheduled: ScheduledSequence, state: int) -> Sampled:
+        """What follows ``state`` in a sequence that may want more than the likeliest token."""
         sampling = scheduled.sampling
+        if sampling.temperature > 0:
+            state = mix(state, _draw(scheduled))
+        if scheduled.allowed is None and sampling.logprobs is None:
+            return self._likeliest(state)
         few = None if scheduled.allowed is None else self._favoured(scheduled)
-        token_id = self._token_of(state, 1, few)
+        token_id = self._token_of(state, 0, few)
         if sampling.logprobs is None:
             return Sampled(token_id)
         others = {
-            self._token_of(state, rank, few): None for rank in range(2, 2 + sampling.logprobs)
+            self._token_of(state, rank, few): None for rank in range(1, 1 + sampling.logprobs)
         }
         others.pop(token_id, None)
         ranked = [token_id, *others][: sampling.logprobs]
@@ -218,7 +221,7 @@ class SimulatedRunner(InSharedPool):
         num_top = scheduled.sampling.prompt_logprobs or 0
         for position in scheduled.scored:
             state = entries[table[position // size] * size + position % size]
-            ranked = (self._token_of(state, 1 + rank) for rank in range(_NUM_RANKED))
+            ranked = (self._token_of(state, rank) for rank in range(_NUM_RANKED))
             logprobs = {one: -0.25 * (rank + 1) for rank, one in enumerate(dict.fromkeys(ranked))}
             token_id = scheduled.token_ids[position + 1]
             scores.put(
@@ -243,15 +246,23 @@ class SimulatedRunner(InSharedPool):
         ends = [token_id for token_id in ids if token_id in self.info.eos_token_ids]
         return (ends if may_end else []) + words
 
+    def _likeliest(self, state: int) -> Sampled:
+        return self._answers[((state * _SPREAD & _MASK) >> _SHIFT) % len(self._answers)]
+
     def _token_of(self, state: int, rank: int, few: Seq[int] | None = None) -> int:
-        """The token that stands at ``rank``, from 1 on, of what may follow ``state``."""
-        x = ((state ^ rank) * _SPREAD + START) & _MASK  # mix(state, rank), without a call
-        x ^= x >> 32
-        if few is not None:  # each half as likely as the one before it
-            return few[min((x & -x).bit_length(), len(few)) - 1]
-        if x % _ONE_IN or self._eos is None:
-            return self._token_ids[x // _ONE_IN % self._num_token_ids]
-        return self._eos
+        """The token that stands at ``rank``, from 0 on, of what may follow ``state``."""
+        if few is None:
+            return self._likeliest(state + rank).token_id
+        x = (state + rank) * _SPREAD & _MASK
+        x >>= _SHIFT  # each is half as likely as the one before it
+        return few[min((x & -x).bit_length(), len(few)) - 1]
+
+
+def _answers(token_ids: Seq[int], eos_token_ids: frozenset[int]) -> tuple[Sampled, ...]:
+    """What is drawn from, evenly: the tokens of answers and, among so many, an end."""
+    num_ends = max(1, round(len(token_ids) / (_ONE_IN - 1))) if eos_token_ids else 0
+    ends = [min(eos_token_ids)] * num_ends if eos_token_ids else []
+    return tuple(Sampled(token_id) for token_id in [*token_ids, *ends])
 
 
 def readable_token_ids(vocabulary: Vocabulary) -> list[int]:
@@ -333,7 +344,7 @@ def build_simulated(
         block_size=block_size,
         num_blocks=num_blocks,
         block_bytes=block_size * ENTRY_BYTES,
-        fingerprint=salt_of("simulated-kv/2", layout, answers.identity).hex(),
+        fingerprint=salt_of("simulated-kv/3", layout, answers.identity).hex(),
         simulated_token_bytes=token_bytes,
     )
     pool = SharedPool(num_blocks + num_host_blocks, info.block_bytes)

@@ -45,7 +45,7 @@ def test_a_reader_cannot_write() -> None:
     with SharedPool(4, 8) as owner, SharedPool(4, 8, fd=os.dup(owner.fd)) as reader:
         with pytest.raises(ValueError, match="read-only"):
             reader.slots[0] = 1
-        with pytest.raises(ValueError, match="read-only"):
+        with pytest.raises(TypeError, match="read-only"):
             reader.touch(0)
 
 
