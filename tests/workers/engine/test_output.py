@@ -248,3 +248,17 @@ def test_logprobs_have_the_bytes_of_what_is_no_text(vocabulary: Vocabulary) -> N
     assert all(bool(entry.raw) == (REPLACEMENT in entry.token) for entry in entries)
     assert b"".join(entry.raw or entry.token.encode() for entry in entries).decode() == text
     assert BYTE_LEVEL.raw(EOS_TOKEN_ID) == b""
+
+
+@pytest.mark.parametrize("vocabulary", [BYTE_LEVEL, FALLBACK])
+def test_the_table_of_pieces_says_no_more_than_is_known(vocabulary: Vocabulary) -> None:
+    """It reaches as far as a model's ids do, which may be beyond the tokenizer's; an entry is the
+    very piece, or None."""
+    table = vocabulary.pieces(vocabulary.size + 100)
+    for token_id in (*range(vocabulary.size), vocabulary.size + 99, vocabulary.size + 5000):
+        piece = vocabulary.piece(token_id)
+        assert piece == vocabulary.piece(token_id)
+        if token_id < len(table):
+            assert table[token_id] == piece
+    assert vocabulary.piece(vocabulary.size + 99) == ""
+    assert vocabulary.pieces(1) is table
