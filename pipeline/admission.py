@@ -2,7 +2,8 @@
 
 Consumes   mesh.v1.admission.<model>                      InferenceRequest (MessagePack or JSON)
 Hears      mesh.v1.direct.admission.<model>               the same, without the queue
-Publishes  mesh.v1.request.<id>                           RequestRecord, once
+Publishes  mesh.v1.request.<id>                           RequestRecord, once; of what came
+                                                          directly its worker does
            mesh.v1.token-stream.<reader>.tokens           Accepted
            mesh.v1.token-stream.<reader>.claim.<id>       StreamError, when refused
            mesh.v1.prefill.<model@rev>.<worker|any>       PrefillTask
@@ -173,7 +174,8 @@ class Admission:
 
     async def _handle_direct(self, work: Work[InferenceRequest]) -> Handled:
         """The same for a request that lies in no queue. Nobody has been promised anything yet, so
-        its task goes directly, too, and Accepted is an answer, not a message in the stream.
+        its task goes directly, too, with a record that its worker stores; Accepted is an answer,
+        not a message in the stream.
 
         Raises:
             NoCapacity: it is to be queued: it must wait, is none that can be told so simply, or was

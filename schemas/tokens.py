@@ -95,7 +95,9 @@ class TokenBatch(Message, frozen=True, kw_only=True, tag="token-batch/1"):
 
 
 class Accepted(Message, frozen=True, kw_only=True, tag="accepted/1"):
-    """Admission wrote the record; the request will end with a terminal entry."""
+    """Admission let the request in. As a message of the stream: its record is written, and it will
+    end with a terminal entry. As an answer to what came directly: so it will, once it is claimed.
+    """
 
     request_id: str
     model: str

@@ -129,9 +129,10 @@ class PersistentClient(Client):
     def _write_soon(self) -> None:
         if not self._is_write_due:
             self._is_write_due = True
-            self._loop.call_soon(self._write_pending)
+            self._loop.call_soon(self.write_pending)
 
-    def _write_pending(self) -> None:
+    def write_pending(self) -> None:
+        """Write what was said since the last time. Each turn of the loop ends with this anyhow."""
         self._is_write_due = False
         if not self._pending or not self.is_connected:
             return  # forgotten with the connection

@@ -223,6 +223,10 @@ class Link:
         """As :meth:`say`, for those who wait anyhow."""
         self._say(subject, data, header_block_of(headers), reply)
 
+    def hurry(self) -> None:
+        """Write what was said now, not with all that is said in this turn of the loop."""
+        self._client.write_pending()
+
     def _say(self, subject: str, data: bytes, head: bytes, reply: str) -> None:
         """See :meth:`say`; ``head`` is of :func:`header_block_of`."""
         client = self._client

@@ -97,6 +97,19 @@ async def test_an_answer_accepts_it_and_nothing_is_stored(bus: Bus, connect: Any
     assert await waiting_work(bus) == {}
 
 
+async def test_while_few_are_open_a_request_leaves_at_once(
+    bus: Bus, connect: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not with all that is said in this turn of the loop: with many open, it does."""
+    await Door(bus).open()
+    async with direct_client(connect) as client:
+        await client.submit(request())
+        assert not client.bus._client._pending
+        monkeypatch.setattr("pipeline.client._FEW_OPEN", 1)
+        await client.submit(request())
+        assert len(client.bus._client._pending) == 1
+
+
 async def test_without_anybody_who_hears_it_it_is_queued_at_once(bus: Bus, connect: Any) -> None:
     """The broker says that nobody listens. Those after it are queued without asking."""
     async with direct_client(connect) as client:
