@@ -41,7 +41,7 @@ from schemas.tokens import Cancelled
 
 DEFAULT_USER = "client"
 _MAX_SUBMITTED = 4096
-_FEW_OPEN = 8  # so long each request leaves at once: with more, CPU is dearer than a moment
+_FEW_OPEN = 8  # up to so many, each request leaves at once; with more, one write for several
 
 
 def new_request_id() -> str:

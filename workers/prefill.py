@@ -63,19 +63,14 @@ class Prefill:
                 return Handled(outcome="repeated")
             record = await self._claims.record_of(task)
             is_new = task.after_seq == 0  # else there may be tokens
-            bringing, claimed = self._bring(task, record), None
+            bringing = self._bring(task, record)
             if is_new and bringing is None:
                 self._execution.begin(as_claimed(work, record, "prefill"))
-            try:
-                claimed = await self._claims.claim(work, record, "prefill")
-            finally:
-                if claimed is None:
-                    _drop(bringing)
-                    self._execution.give_up(key_of(task))
+            claimed = await self._claim(work, record, bringing)
         if claimed is None:
             return Handled(outcome="superseded")
         if claimed.record is not record:
-            self._execution.give_up(claimed.key)  # begun as another would have it
+            bringing = None
         if claimed.record.served != record.served:
             await self._claims.give_back(claimed, "admitted for another revision")
             return Handled(outcome="given_back")
@@ -83,6 +78,20 @@ class Prefill:
             start = self._start(claimed, bringing, is_new=is_new)
             self._execution.spawn(start, f"start {claimed.key}")
         return Handled(outcome="claimed")
+
+    async def _claim(
+        self, work: Work[PrefillTask], record: RequestRecord, bringing: Bringing | None
+    ) -> Claimed | None:
+        """Our claim, None when another was first. Without it, or when another record was written
+        before and counts, what was begun or is being fetched is let go."""
+        claimed = None
+        try:
+            claimed = await self._claims.claim(work, record, "prefill")
+            return claimed
+        finally:
+            if claimed is None or claimed.record is not record:
+                _drop(bringing)
+                self._execution.give_up(key_of(work.message))
 
     async def before_queue(self, data: bytes) -> None:
         """Store the record of a task that came directly: no task lies in the queue without."""

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from msgspec.structs import replace
@@ -204,8 +205,12 @@ async def test_a_record_that_was_written_before_is_the_one_that_is_answered(
     await place.until_idle()
 
 
-async def test_one_that_was_admitted_for_another_revision_is_left_to_it(place: Workplace) -> None:
-    """A rollout came between: the claim is ours, the answer is not."""
+async def test_one_that_was_admitted_for_another_revision_is_left_to_it(
+    place: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rollout came between: the claim is ours, the answer is not; what is fetched is let go."""
+    bringing = Mock()
+    monkeypatch.setattr("workers.prefill.Prefill._bring", lambda *_: bringing)
     worker = await place.worker("b", "both")
     await until(lambda: worker.incarnations)
     record = await place.record(is_stored=False)
@@ -220,6 +225,7 @@ async def test_one_that_was_admitted_for_another_revision_is_left_to_it(place: W
     assert [(task.request_id, task.epoch, task.after_seq) for task in tasks] == [
         (record.request_id, 2, seq)
     ]
+    bringing.drop.assert_called_once_with()
     assert (await place.stored(record)).deltas == ()
     await place.until_idle()
 
