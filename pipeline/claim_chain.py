@@ -6,6 +6,7 @@ in ``pipeline/ownership.py``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from infra.bus import Bus, WrongLastSequence
@@ -71,9 +72,17 @@ class ClaimChain:
         tip = await self.tip(reader, entry.request_id, at_least_seq=error.last_seq)
         return tip.seq if tip.seq > after_seq and tip.entry == entry else None
 
-    async def open(self, record: RequestRecord, claim: Claim) -> tuple[int | None, RequestRecord]:
+    async def open(
+        self,
+        record: RequestRecord,
+        claim: Claim,
+        on_written: Callable[[], None] | None = None,
+    ) -> tuple[int | None, RequestRecord]:
         """Write a request's record and, right behind it, the first entry of its chain: two calls
         in the time of one. Any repeat is harmless, as of :meth:`append` and :meth:`write_record`.
+
+        Args:
+            on_written: told when both are on their way, see :meth:`Bus.when_written`.
 
         Returns:
             The sequence of the claim, None when somebody else was first; and the record that
@@ -87,7 +96,8 @@ class ClaimChain:
             (
                 (subjects.request_record(record.request_id), encode(record), 0),
                 (chain, encode(claim), 0),
-            )
+            ),
+            on_written,
         )
         seq: int | None
         if isinstance(claimed, WrongLastSequence):

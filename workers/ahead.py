@@ -1,11 +1,13 @@
 """Requests that the engine has begun before they are ours: while the claim is being stored.
 
-    begin      the engine computes; what it reports of the request is kept
+    plan       it is about to be claimed
+    begin      the claim has left this process; the engine computes, and what it reports is kept
     take       it was claimed: what was kept is told now, what follows is not kept
     give_up    it was not: computed for nothing
 
 So what a request waits for is the longer of the two, not their sum. Nobody hears of it before the
-claim is stored, so nothing is to be taken back when it is lost.
+claim is stored, so nothing is to be taken back when it is lost. A request whose computing kills
+the process has been claimed by then, and so it is counted: see ``pipeline/ownership.py``.
 """
 
 from __future__ import annotations
@@ -51,18 +53,27 @@ class Ahead:
 
     def __init__(self, engine: EngineThread) -> None:
         self._engine = engine
+        self._planned: dict[str, EngineRequest] = {}
         self._begun: dict[str, Begun] = {}
 
     def __len__(self) -> int:
-        return len(self._begun)
+        return len(self._begun) + len(self._planned)
 
-    def begin(self, request: EngineRequest) -> None:
-        """Give ``request`` to the engine. One that can't take any more now may after the claim."""
+    def plan(self, request: EngineRequest) -> None:
+        """It may :meth:`begin` before it is taken."""
+        self._planned[request.key] = request
+
+    def begin(self, key: str) -> None:
+        """Give what was planned to the engine; twice is fine, and so is too late. One that can't
+        take any more now may after the claim."""
+        request = self._planned.pop(key, None)
+        if request is None:
+            return
         try:
             adding = self._engine.ask(lambda engine: engine.add(request))
         except (QueueFull, EngineFailed):
             return
-        self._begun[request.key] = Begun(adding, time.perf_counter(), StepReport())
+        self._begun[key] = Begun(adding, time.perf_counter(), StepReport())
 
     def keep(self, report: StepReport) -> None:
         """Take out of ``report`` what is about requests of here."""
@@ -85,11 +96,13 @@ class Ahead:
         return self._begun.get(key)
 
     def take(self, key: str) -> Begun | None:
-        """Nothing more is kept of this one; None when it was not begun."""
+        """Nothing more is kept of this one; None when it was not begun, and never will be."""
+        self._planned.pop(key, None)
         return self._begun.pop(key, None)
 
     def give_up(self, key: str) -> None:
         """Have the engine forget this one, if it was begun."""
+        self._planned.pop(key, None)
         begun = self._begun.pop(key, None)
         if begun is None:
             return
@@ -99,5 +112,6 @@ class Ahead:
 
     def give_up_all(self) -> None:
         """All of them."""
+        self._planned.clear()
         for key in list(self._begun):
             self.give_up(key)

@@ -208,12 +208,22 @@ class Claims:
             await asyncio.sleep(_RECORD_RETRY_S)
         raise SchemaError(f"no record of request {task.request_id}", param="request_id")
 
-    async def claim(self, work: TaskWork, record: RequestRecord, role: str) -> Claimed | None:
+    async def claim(
+        self,
+        work: TaskWork,
+        record: RequestRecord,
+        role: str,
+        on_written: Callable[[], None] | None = None,
+    ) -> Claimed | None:
         """Claim what ``work`` asks for, and store its ``record`` if nobody has; owed from here on,
         with the record that stands: where another was written before, that one counts.
 
         An append whose answer is lost may have been stored. It is therefore repeated until there
         is an answer: a claim that nobody knows of would keep the request from everybody.
+
+        Args:
+            on_written: told, at each try, when record and claim are on their way, see
+                :meth:`Bus.when_written`; of a record that is stored it is told nothing.
 
         Returns:
             None when the chain has gone on: the task is out of date.
@@ -233,7 +243,9 @@ class Claims:
             num_tokens=_num_tokens(task, record),
             max_tokens=(record.sampling.max_tokens or 0) * record.sampling.n,
         )
-        seq, record = await self.through_outages(record, lambda: self._store(task, record, entry))
+        seq, record = await self.through_outages(
+            record, lambda: self._store(task, record, entry, on_written)
+        )
         if seq is None:
             return None
         claimed = as_claimed(work, record, role, seq)
@@ -245,11 +257,15 @@ class Claims:
         return claimed
 
     async def _store(
-        self, task: Task, record: RequestRecord, entry: Claim
+        self,
+        task: Task,
+        record: RequestRecord,
+        entry: Claim,
+        on_written: Callable[[], None] | None,
     ) -> tuple[int | None, RequestRecord]:
         is_recorded = isinstance(task, DecodeTask) or task.is_recorded
         if not is_recorded and not task.after_seq:
-            return await self.chain.open(record, entry)
+            return await self.chain.open(record, entry, on_written)
         return await self.chain.append(record.reader, entry, task.after_seq), record
 
     async def tip(self, claimed: Claimed) -> ChainTip:

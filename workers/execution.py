@@ -1,7 +1,7 @@
 """From claimed requests to tokens on the stream.
 
     start(claimed)  ->  engine  ->  reports  ->  one TokenBatch per reader and step
-    begin, adopt    ->     "           "         the same; begun while the claim was being stored
+    plan .. adopt   ->     "           "         the same; begun while the claim was being stored
                                     held      ->  lease, KvReady
                                     finished  ->  every token confirmed, then StreamEnd
                                     failed    ->  StreamError
@@ -173,11 +173,16 @@ class Execution:
         assert self._tasks is not None, "run comes first"
         return self._tasks.create_task(work, name=name)
 
-    def begin(self, wished: Claimed) -> None:
-        """Give the engine a request that is being claimed, as it will be if the claim is stored:
-        then :meth:`adopt` or :meth:`start` follows, else :meth:`give_up`."""
+    def plan(self, wished: Claimed) -> None:
+        """A request that is about to be claimed, as it will be if the claim is stored: then
+        :meth:`adopt` or :meth:`start` follows, else :meth:`give_up`; maybe :meth:`begin` before."""
         if wished.record.sampling.response_format is None:  # that one is to be prepared
-            self._ahead.begin(self._request(wished, NOTHING_IMPORTED))
+            self._ahead.plan(self._request(wished, NOTHING_IMPORTED))
+
+    def begin(self, key: str) -> None:
+        """The claim of what was planned is on its way, whatever the engine does with it: the engine
+        has it from here on."""
+        self._ahead.begin(key)
 
     def adopt(self, claimed: Claimed) -> bool:
         """Go on with what was begun, which is claimed now.

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 
 from infra.bus import Bus
 from pipeline.stage import Handled, Work
@@ -64,8 +65,9 @@ class Prefill:
             record = await self._claims.record_of(task)
             is_new = task.after_seq == 0  # else there may be tokens
             bringing = self._bring(task, record)
-            if is_new and bringing is None:
-                self._execution.begin(as_claimed(work, record, "prefill"))
+            # What lies in a queue may have been claimed by one that it killed: claimed first.
+            if work.is_direct and is_new and bringing is None:
+                self._execution.plan(as_claimed(work, record, "prefill"))
             claimed = await self._claim(work, record, bringing)
         if claimed is None:
             return Handled(outcome="superseded")
@@ -84,14 +86,15 @@ class Prefill:
     ) -> Claimed | None:
         """Our claim, None when another was first. Without it, or when another record was written
         before and counts, what was begun or is being fetched is let go."""
-        claimed = None
+        claimed, key = None, key_of(work.message)
+        begin = partial(self._execution.begin, key)
         try:
-            claimed = await self._claims.claim(work, record, "prefill")
+            claimed = await self._claims.claim(work, record, "prefill", begin)
             return claimed
         finally:
             if claimed is None or claimed.record is not record:
                 _drop(bringing)
-                self._execution.give_up(key_of(work.message))
+                self._execution.give_up(key)
 
     async def before_queue(self, data: bytes) -> None:
         """Store the record of a task that came directly: no task lies in the queue without."""

@@ -53,6 +53,7 @@ class PersistentClient(Client):
         self._callbacks: dict[int, Callback] = {}  # by subscription
         self.on_crash: Callable[[Exception], None] = _raise
         self._is_write_due = False
+        self._to_tell: list[Callable[[], None]] = []  # when what was said is written
         self._loop = asyncio.get_running_loop()
 
     async def subscribe_direct(self, subject: str, queue: str, callback: Callback) -> Subscription:
@@ -134,6 +135,7 @@ class PersistentClient(Client):
     def write_pending(self) -> None:
         """Write what was said since the last time. Each turn of the loop ends with this anyhow."""
         self._is_write_due = False
+        to_tell, self._to_tell = self._to_tell, []
         if not self._pending or not self.is_connected:
             return  # forgotten with the connection
         writer = getattr(self._transport, "_io_writer", None)
@@ -145,6 +147,14 @@ class PersistentClient(Client):
         writer.transport.write(b"".join(self._pending))
         self._pending = []
         self._pending_data_size = 0
+        if to_tell:
+            self._loop.call_soon(_tell_if_written, writer.transport, to_tell)
+
+    def when_written(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` when the kernel has what was just said: the broker gets it even if this
+        process ends then. Never when that does not come at once: the broker reads slowly, or the
+        connection broke."""
+        self._to_tell.append(callback)
 
     async def _connect_to_server(self, s: Any) -> None:
         await super()._connect_to_server(s)
@@ -224,6 +234,15 @@ class PersistentClient(Client):
 
 def _raise(error: Exception) -> None:
     raise error
+
+
+def _tell_if_written(
+    transport: asyncio.WriteTransport, callbacks: Sequence[Callable[[], None]]
+) -> None:
+    """One turn after a write: uvloop makes it at the end of the turn it was asked in."""
+    if not transport.is_closing() and not transport.get_write_buffer_size():
+        for callback in callbacks:
+            callback()
 
 
 def _cork(writer: asyncio.StreamWriter, is_corked: bool) -> None:

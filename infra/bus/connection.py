@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -110,7 +110,9 @@ class Bus(Link):
             attempt_s = min(attempt_s, max(ends_s - time.monotonic(), _RETRY_S))
 
     async def publish_row(
-        self, row: Sequence[tuple[str, bytes, int]]
+        self,
+        row: Sequence[tuple[str, bytes, int]],
+        on_written: Callable[[], None] | None = None,
     ) -> list[Stored | WrongLastSequence]:
         """Publish messages one right behind the other, and return when a stream has told of each.
 
@@ -118,6 +120,7 @@ class Bus(Link):
             row: per message its subject, its bytes, and the sequence of the subject's last message
                 (0: there is none): if that is another the message is not stored, whatever becomes
                 of the others.
+            on_written: of all of them, see :meth:`when_written`.
 
         Raises:
             BusUnavailable: some are not confirmed in time: they may be stored now or later.
@@ -127,6 +130,8 @@ class Bus(Link):
         try:
             for subject, data, seq in row:
                 calls.append(self.ask(subject, data, {_EXPECT_SEQ: str(seq)}, timeout_s))
+            if on_written is not None:
+                self.when_written(on_written)
             return [
                 _stored_or_not(await call, subject)
                 for call, (subject, _, _) in zip(calls, row, strict=True)

@@ -223,6 +223,11 @@ class Link:
         """As :meth:`say`, for those who wait anyhow."""
         self._say(subject, data, header_block_of(headers), reply)
 
+    def when_written(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` when the kernel has what was just said, so that the broker gets it even
+        if this process is killed then; never when that takes longer than the loop's next turn."""
+        self._client.when_written(callback)
+
     def hurry(self) -> None:
         """Write what was said now, not with all that is said in this turn of the loop."""
         self._client.write_pending()

@@ -2,15 +2,17 @@
 
     python odd_worker.py worker --name … (as ``mesh worker``; the engine must be simulated)
 
-A prompt that holds ``DIE`` kills the process that computes it. The first process that computes one
-that holds ``BLOCK`` makes the file ``blocked`` in its data directory and stands still until that
-is removed again.
+A prompt that holds ``DIE`` kills the process that computes it, as early as can be: its threads
+take turns all the time, so that the engine's does not wait for the loop's. The first process that
+computes one that holds ``BLOCK`` makes the file ``blocked`` in its data directory and stands still
+until that is removed again.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,5 +56,6 @@ def _stand_still(file: Path) -> None:
 
 
 if __name__ == "__main__":
+    sys.setswitchinterval(1e-6)
     workers.engine.simulated.SimulatedRunner = OddRunner  # type: ignore[misc]
     main()

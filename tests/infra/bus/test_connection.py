@@ -3,6 +3,7 @@ import gc
 import os
 import signal
 import socket
+import sys
 import time
 
 import pytest
@@ -261,6 +262,58 @@ async def test_an_open_question_ends_with_the_connection(broker, bus, until):
         await broker.kill()
         async with asyncio.timeout(60):
             assert isinstance(await asked, BusUnavailable)
+
+
+DIES_WHEN_WRITTEN = """
+import asyncio, os, signal, sys, uvloop
+from infra.bus import Bus
+
+async def main():
+    async with await Bus.connect(sys.argv[1], role="worker") as bus:
+        await bus.publish_row(
+            [(subject, b"x" * 4096, 0) for subject in sys.argv[3:]],
+            lambda: os.kill(os.getpid(), signal.SIGKILL),
+        )
+
+asyncio.Runner(loop_factory=uvloop.new_event_loop if sys.argv[2] == "uvloop" else None).run(main())
+"""
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+async def test_what_is_written_is_stored_though_its_process_is_killed(broker, bus, until, loop):
+    """The kernel has it; who dies at the very moment when it is told has said it all."""
+    row = (RECORD, CHAIN)
+    url = broker.url("worker")
+    script = [sys.executable, "-c", DIES_WHEN_WRITTEN, url, loop, *row]
+    process = await asyncio.create_subprocess_exec(*script)
+    async with asyncio.timeout(60):
+        assert await process.wait() == -signal.SIGKILL
+    for subject in row:
+        async with asyncio.timeout(60):
+            while await bus.last_message(TOKENS, subject) is None:
+                await asyncio.sleep(0.01)
+
+
+async def test_what_can_not_be_written_at_once_is_never_told(broker, bus, until):
+    """The broker reads nothing, and the socket is full: it may all be lost with this process."""
+    written, broken = [], []
+    bus.on_disconnected.append(lambda: broken.append(1))
+    os.kill(broker.pid, signal.SIGSTOP)
+    try:
+        for _ in range(3):
+            bus.say(RECORD, bytes(bus.max_payload - 1000))
+            await asyncio.sleep(0)
+        with pytest.raises(BusUnavailable):
+            await bus.publish_row([(CHAIN, b"", 0)], lambda: written.append(1))
+        assert not written
+    finally:
+        os.kill(broker.pid, signal.SIGCONT)
+    await until(lambda: not broken or bus.is_connected, timeout_s=60)
+    await asyncio.sleep(0.1)
+    assert not written
+    assert await bus.until_connected(60)
+    await bus.publish_row([(CHAIN, b"", 0)], lambda: written.append(2))
+    assert written == [2]
 
 
 @pytest.mark.slow
