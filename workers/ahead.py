@@ -7,7 +7,7 @@
 
 So what a request waits for is the longer of the two, not their sum. Nobody hears of it before the
 claim is stored, so nothing is to be taken back when it is lost. A request whose computing kills
-the process has been claimed by then, and so it is counted: see ``pipeline/ownership.py``.
+the process has been claimed by then, and so it is counted: see ``workers/stored_tokens.py``.
 """
 
 from __future__ import annotations
