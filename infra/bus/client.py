@@ -147,8 +147,9 @@ class PersistentClient(Client):
         writer.transport.write(b"".join(self._pending))
         self._pending = []
         self._pending_data_size = 0
-        if to_tell:
-            self._loop.call_soon(_tell_if_written, writer.transport, to_tell)
+        if not writer.transport.is_closing() and not writer.transport.get_write_buffer_size():
+            for callback in to_tell:
+                callback()
 
     def when_written(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` when the kernel has what was just said: the broker gets it even if this
@@ -159,6 +160,8 @@ class PersistentClient(Client):
     async def _connect_to_server(self, s: Any) -> None:
         await super()._connect_to_server(s)
         writer = getattr(self._transport, "_io_writer", None)
+        if writer is not None:
+            writer.transport.set_write_buffer_limits(high=0)  # else uvloop waits for the turn's end
         if writer is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
             writer.get_extra_info("socket").setsockopt(
                 socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS
@@ -234,15 +237,6 @@ class PersistentClient(Client):
 
 def _raise(error: Exception) -> None:
     raise error
-
-
-def _tell_if_written(
-    transport: asyncio.WriteTransport, callbacks: Sequence[Callable[[], None]]
-) -> None:
-    """One turn after a write: uvloop makes it at the end of the turn it was asked in."""
-    if not transport.is_closing() and not transport.get_write_buffer_size():
-        for callback in callbacks:
-            callback()
 
 
 def _cork(writer: asyncio.StreamWriter, is_corked: bool) -> None:

@@ -225,7 +225,7 @@ class Link:
 
     def when_written(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` when the kernel has what was just said, so that the broker gets it even
-        if this process is killed then; never when that takes longer than the loop's next turn."""
+        if this process is killed then; never when it does not take it at once."""
         self._client.when_written(callback)
 
     def hurry(self) -> None:
