@@ -183,10 +183,12 @@ async def test_control_is_killed_while_many_wait(crowd: Crowd) -> None:
 
 
 async def test_a_control_that_drains_hands_over_who_waits(crowd: Crowd) -> None:
-    """It leaves while they wait, for a worker that stands still, and the other one has them."""
-    leaving, worker = await crowd.relieve(), crowd.mesh.roles["both-0"]
+    """It leaves while they wait, for a worker that stands still, and the other one has them, which
+    came when it held them all."""
+    worker = crowd.mesh.roles["both-0"]
     streams = await crowd.submit(30)
     worker.send(signal.SIGSTOP)
+    leaving = await crowd.relieve()
     leaving.send(signal.SIGTERM)
     await asyncio.to_thread(leaving.process.wait, 60)
     worker.send(signal.SIGCONT)

@@ -34,8 +34,8 @@ from schemas.requests import ChatMessage
 from schemas.tokenize import Detokenize, Detokenized, Question, Tokenize, Tokenized
 from tests.conftest import Connect, Until
 from tests.pipeline.bridge.fake import MODEL, FakeClient, build
+from tests.pipeline.door_rig import card_of
 from tests.pipeline.rig import LogLines
-from tests.pipeline.test_admission import card_of
 from tests.tiny_tokenizer import tiny_tokenizer, write_tiny_tokenizer
 
 TEXT = "Ĝis revido! 漢字 😀 <|im_end|>"

@@ -126,6 +126,7 @@ class UcxLink:
         Raises:
             KvLost: of the future, too: the connection is at its end.
         """
+        self._check_open()
         return self._begin(self._endpoint.tag_send, message, tag)
 
     def receive(self, message: Bytes, tag: int) -> asyncio.Future[None]:
@@ -134,6 +135,7 @@ class UcxLink:
         Raises:
             KvLost: of the future, too: the connection is at its end.
         """
+        self._check_open()
         return self._begin(self._worker.tag_recv, message, tag)
 
     def close(self, reason: str = "the connection was closed") -> None:
@@ -149,10 +151,12 @@ class UcxLink:
         self._endpoint = None
         self._worker = None
 
-    def _begin(self, operation: Any, message: Bytes, tag: int) -> asyncio.Future[None]:
-        ended: asyncio.Future[None] = self._loop.create_future()
+    def _check_open(self) -> None:
         if self._is_closed:
             raise KvLost("the connection is closed")
+
+    def _begin(self, operation: Any, message: Bytes, tag: int) -> asyncio.Future[None]:
+        ended: asyncio.Future[None] = self._loop.create_future()
         try:
             request = operation(Array(message), ucx_api.UCXXTag(tag))
         except ucx_api.UCXError as error:

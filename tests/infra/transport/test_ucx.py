@@ -29,6 +29,7 @@ from tests.infra.transport.ucx_owners import PATIENCE_S, Child, holds, owner_pro
 pytestmark = pytest.mark.ucx
 pytest.importorskip("ucxx", reason="needs the extra ucx")
 
+from infra.transport.ucx.link import UcxContext, UcxLink  # noqa: E402
 from infra.transport.ucx.port import UcxPort  # noqa: E402
 from infra.transport.ucx.reader import chunks_of  # noqa: E402
 from infra.transport.ucx.wire import CHUNK_BYTES, WINDOW  # noqa: E402
@@ -317,6 +318,16 @@ def test_a_reader_that_stops_ends_its_transfers(owner: Child, into: SharedPool) 
     port.start()
     read(port, handle, into, ALL)
     port.stop()
+
+
+async def test_a_closed_end_is_lost() -> None:
+    """A transfer whose turn comes as its connection ends hears of it as of any other loss."""
+    link = UcxLink(UcxContext(HOST))
+    link.close()
+    message = np.zeros(8, np.uint8)
+    for operation in (link.send, link.receive):
+        with pytest.raises(KvLost, match="closed"):
+            operation(message, 1)
 
 
 def test_guests_that_say_nonsense_are_shown_out(

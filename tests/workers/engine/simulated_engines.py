@@ -27,6 +27,7 @@ from workers.engine.simulated import ENTRY_BYTES, SimulatedRunner, readable_toke
 
 BLOCK_SIZE = 4
 CONTEXT_LENGTH = 96
+PROMPT = (10, 11, 12, 13, 14)
 
 
 @cache
@@ -187,3 +188,11 @@ def copy_blocks(source: Engine, held: tuple[int, ...], target: Engine, to: tuple
     """What a transport does: bytes from slot to slot."""
     for here, there in zip(held, to, strict=True):
         target.pool.slots[there] = source.pool.slots[here]
+
+
+def answer_of(
+    prompt_ids: tuple[int, ...] = PROMPT, index: int = 0, **sampling: object
+) -> list[int]:
+    """The tokens of :func:`expected_answer`, to a prompt that many tests use."""
+    fields = {"seed": 1, "max_tokens": 12, **sampling}
+    return expected_answer(prompt_ids, SamplingParams(**fields), index)[0]  # type: ignore[arg-type]
