@@ -13,9 +13,11 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
 import msgspec
 import pytest
 import pytest_asyncio
+from prometheus_client.parser import text_string_to_metric_families
 
 from infra.bus import EmbeddedBroker, Msg, waiting_work
 from infra.task_scope import task_scope
@@ -105,6 +107,14 @@ class Crowd:
         """How many of them were claimed so far: what comes later can't be before these."""
         return len({stream.request_id for stream in among}.intersection(self.claims))
 
+    async def num_held(self, control: str) -> int:
+        """Requests that wait in this control process."""
+        url = f"http://127.0.0.1:{self.mesh.beat_of(control).health_port}/metrics"
+        async with httpx.AsyncClient() as http:
+            page = (await http.get(url)).text
+        families = {family.name: family for family in text_string_to_metric_families(page)}
+        return int(sum(one.value for one in families["mesh_waiting_requests"].samples))
+
     async def num_waiting(self) -> int:
         """Messages that admission has not acked."""
         waiting = await waiting_work(self.mesh.bus)
@@ -183,12 +193,18 @@ async def test_control_is_killed_while_many_wait(crowd: Crowd) -> None:
 
 
 async def test_a_control_that_drains_hands_over_who_waits(crowd: Crowd) -> None:
-    """It leaves while they wait, for a worker that stands still, and the other one has them, which
-    came when it held them all."""
-    worker = crowd.mesh.roles["both-0"]
-    streams = await crowd.submit(30)
+    """It leaves while they wait, for a worker that stands still, and the other one has them. Who of
+    the two holds them is the broker's choice."""
+    worker, names = crowd.mesh.roles["both-0"], {crowd.control}
+    await crowd.relieve()
+    names.add(crowd.control)
+    streams = await crowd.submit(30, max_tokens=48)
     worker.send(signal.SIGSTOP)
-    leaving = await crowd.relieve()
+    held = {name: await crowd.num_held(name) for name in names}
+    name = max(held, key=held.__getitem__)
+    assert held[name] > 0
+    (crowd.control,) = names - {name}
+    leaving = crowd.mesh.roles[name]
     leaving.send(signal.SIGTERM)
     await asyncio.to_thread(leaving.process.wait, 60)
     worker.send(signal.SIGCONT)

@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import gc
 import os
 import signal
@@ -311,9 +312,11 @@ async def test_what_can_not_be_written_at_once_is_never_told(broker, bus, until)
     await until(lambda: not broken or bus.is_connected, timeout_s=60)
     await asyncio.sleep(0.1)
     assert not written
-    assert await bus.until_connected(60)
-    await bus.publish_row([(CHAIN, b"", 0)], lambda: written.append(2))
-    assert written == [2]
+    async with asyncio.timeout(60):
+        while not written:  # what was said before is still on its way, or the connection is new
+            with contextlib.suppress(BusUnavailable):
+                await bus.publish_row([(CHAIN, b"", 0)], lambda: written.append(2))
+    assert set(written) == {2}
 
 
 @pytest.mark.slow
