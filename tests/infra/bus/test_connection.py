@@ -281,7 +281,7 @@ asyncio.Runner(loop_factory=uvloop.new_event_loop if sys.argv[2] == "uvloop" els
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-async def test_what_is_written_is_stored_though_its_process_is_killed(broker, bus, until, loop):
+async def test_what_is_written_is_stored_though_its_process_is_killed(broker, bus, loop):
     """The kernel has it; who dies at the very moment when it is told has said it all."""
     row = (RECORD, CHAIN)
     url = broker.url("worker")
