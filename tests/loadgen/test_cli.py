@@ -12,7 +12,14 @@ from loadgen.bench import BENCHES
 from loadgen.cli import bench_app, load_app
 from tests.loadgen.sse_server import SseServer, refusal, sse_server
 
-LOAD = (sys.executable, "-c", "from loadgen.cli import load_app; load_app()")
+# Whoever runs the tests in the background may have SIGINT ignored, which children inherit.
+SCRIPT = """
+import signal
+from loadgen.cli import load_app
+signal.signal(signal.SIGINT, signal.default_int_handler)
+load_app()
+"""
+LOAD = (sys.executable, "-c", SCRIPT)
 
 
 async def start(*flags: str) -> asyncio.subprocess.Process:
