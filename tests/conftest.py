@@ -17,6 +17,14 @@ Connect = Callable[..., Awaitable[Bus]]
 Until = Callable[..., Awaitable[None]]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _old_garbage() -> None:
+    """What was there before is looked through once per module, and not, for half a second, with
+    each ``gc.collect`` of its tests: torch and all that is imported are a million objects."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def times() -> Times:
     """The mesh's times, a quarter of the real ones."""
