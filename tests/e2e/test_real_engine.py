@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from pipeline.client import MeshClient
 from tests.e2e.harness import Answer, Mesh, ask, mesh_of
 from tests.e2e.test_takeover import bring_back, read_rest, read_some, strike
-from tests.workers.engine.torch_engines import generate, reference_model
+from tests.workers.engine.torch_engines import generate_all, reference_model
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -70,7 +70,7 @@ def expected(default_folder: Path) -> list[list[int]]:
     torch.set_num_threads(1)
     model = reference_model(default_folder)
     tokenizer = Tokenizer.from_file(str(default_folder / "tokenizer.json"))
-    return [generate(model, tokenizer.encode(prompt).ids, NUM_TOKENS) for prompt in PROMPTS]
+    return generate_all(model, [tokenizer.encode(prompt).ids for prompt in PROMPTS], NUM_TOKENS)
 
 
 async def ask_all(

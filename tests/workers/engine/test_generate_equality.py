@@ -15,6 +15,7 @@ from tests.workers.engine.torch_engines import (
     NUM_TOKENS,
     Run,
     generate,
+    generate_all,
     greedy,
     hand_over,
     prompts,
@@ -185,9 +186,8 @@ def test_default_model_answers_twenty_prompts_as_transformers(
         run.add(str(number), prompt, greedy(10, ignore_eos=False))
     tokens = dict(run.to_end())
     reference = reference_model(default_folder)
-    expected = {
-        str(n): generate(reference, prompt, 10, eos=2) for n, prompt in enumerate(chat_prompts)
-    }
+    answers = generate_all(reference, chat_prompts, 10, eos=2)
+    expected = {str(n): answer for n, answer in enumerate(answers)}
     assert tokens == expected
     assert all(run.finished[str(n)].num_cached_tokens >= 16 for n in range(1, 20))
 

@@ -12,7 +12,14 @@ from safetensors.torch import load_file, save_file
 from schemas.errors import ConfigError, ModelUnsupported
 from tests.tiny_models import VOCAB_SIZE
 from tests.workers.engine.conftest import TinyFolder
-from tests.workers.engine.torch_engines import Run, generate, greedy, prompts, reference_model
+from tests.workers.engine.torch_engines import (
+    Run,
+    generate,
+    generate_all,
+    greedy,
+    prompts,
+    reference_model,
+)
 from workers.engine import build
 from workers.engine.build import build_torch_engine
 from workers.engine.engine import Engine, EngineConfig
@@ -72,7 +79,7 @@ def test_exact_answers_of_the_default_model(default_folder: Path) -> None:
             parameter.copy_(found.dequantise() if found is not None else kept.floats[name])
     asked = prompts((9, 30), vocab_size=49152)
     got = answers(quantised_engine(default_folder, "q4-exact"), asked, 12)
-    assert got == [generate(reference, prompt, 12) for prompt in asked]
+    assert got == generate_all(reference, asked, 12)
 
 
 def test_answers_do_not_depend_on_the_batch(tiny_folder: TinyFolder) -> None:

@@ -119,9 +119,27 @@ def generate(
     model: PreTrainedModel, prompt: Sequence[int], num_tokens: int, eos: int | None = None
 ) -> list[int]:
     """Greedy answer of ``transformers.generate``."""
+    return generate_all(model, [prompt], num_tokens, eos)[0]
+
+
+def generate_all(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    eos: int | None = None,
+) -> list[list[int]]:
+    """Greedy answers of ``transformers.generate`` to prompts in one batch, which it pads on the
+    left. A model of real size is read once per token then, not once per token and prompt."""
     settings = GenerationConfig(
         max_new_tokens=num_tokens, do_sample=False, eos_token_id=eos, pad_token_id=0
     )
-    ids = torch.tensor([list(prompt)])
-    answer = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
-    return answer[0, len(prompt) :].tolist()
+    width = max(len(prompt) for prompt in prompts)
+    padding = [width - len(prompt) for prompt in prompts]
+    ids = torch.tensor([[0] * n + list(one) for n, one in zip(padding, prompts, strict=True)])
+    mask = torch.tensor([[0] * n + [1] * (width - n) for n in padding])
+    answers = model.generate(ids, attention_mask=mask, generation_config=settings)
+    return [_to_end(answer, eos) for answer in answers[:, width:].tolist()]
+
+
+def _to_end(answer: list[int], eos: int | None) -> list[int]:
+    return answer[: answer.index(eos) + 1] if eos in answer else answer
