@@ -20,7 +20,7 @@ from tests.workers.engine.native.native_models import (
     scheduled,
 )
 from tests.workers.engine.torch_engines import prompts
-from workers.engine.native.compiler import SOURCES, compile_files, compiled_library, target_options
+from workers.engine.native.compiler import SOURCES, compile_files, target_options
 from workers.engine.native.library import NativeLibrary
 from workers.engine.native.rope import RopeTable
 from workers.engine.native.runner import NativeRunner
@@ -35,11 +35,14 @@ STRICT = ("-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-std=c++20", "-ffp-contr
 DRIVER = Path(__file__).with_name("sanitized_driver.cpp")
 BLOCKS_DRIVER = Path(__file__).with_name("quantised_driver.cpp")
 TEAM_DRIVER = Path(__file__).with_name("team_driver.cpp")
-# What the driver of blocks needs beside products.
-OTHERS = ("quantise", "thread_team", "weight_memory")
 SANITIZED = (
-    *STRICT, *target_options(AVX2), "-O1", "-g", "-fPIC", "-pthread", f"-I{SOURCES}",
+    *STRICT, *target_options(AVX2), "-O1", "-g1", "-fPIC", "-pthread", f"-I{SOURCES}",
     "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer",
+)  # fmt: skip
+# An AVX-512 machine's program, its vectors out of pairs, its instruction for bf16 pairs emulated.
+WIDE = (
+    *STRICT, *target_options(AVX2), "-O1", "-fPIC", "-pthread", f"-I{SOURCES}",
+    "-DMESH_VECTOR_WIDTH=16", "-DMESH_BF16_DOT=1",
 )  # fmt: skip
 ALL = sorted(SOURCES.glob("*.cpp"))
 
@@ -49,6 +52,18 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     """Objects of all sources, under the address and the undefined-behaviour sanitizer."""
     folder = tmp_path_factory.mktemp("sanitized")
     compile_files(ALL, SANITIZED, folder / "library.so", linking=("-shared",))
+    return objects_in(folder)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library sixteen lanes wide, with its objects beside it."""
+    library = tmp_path_factory.mktemp("wide") / "library.so"
+    compile_files(ALL, WIDE, library, linking=("-shared",))
+    return library
+
+
+def objects_in(folder: Path) -> tuple[str, ...]:
     return tuple(str(folder / f"{file.stem}.o") for file in ALL)
 
 
@@ -79,22 +94,17 @@ def test_sanitizers_find_nothing(sanitized: tuple[str, ...], tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_blocks_under_sanitizers_and_with_sixteen_lanes(
-    sanitized: tuple[str, ...], tmp_path: Path
+    sanitized: tuple[str, ...], wide: Path, tmp_path: Path
 ) -> None:
     """Every kind of blocks, both ways to multiply, full and partly full panels, with one to three
     threads: no sanitizer complains, and a machine with vectors of sixteen lanes (here out of
     pairs) computes the same bits as one with eight."""
-    narrow, wide = tmp_path / "narrow", tmp_path / "wide"
-    compile_files([BLOCKS_DRIVER], SANITIZED, narrow, linking=sanitized)
-    wide_options = (
-        *STRICT, *target_options(AVX2), "-O1", "-pthread", f"-I{SOURCES}",
-        "-DMESH_VECTOR_WIDTH=16",
-    )  # fmt: skip
-    wide_files = [file for file in ALL if file.stem.startswith("linear") or file.stem in OTHERS]
-    compile_files([*wide_files, BLOCKS_DRIVER], wide_options, wide)
-    lines = output_of(narrow)
+    narrow_program, wide_program = tmp_path / "narrow", tmp_path / "wide"
+    compile_files([BLOCKS_DRIVER], SANITIZED, narrow_program, linking=sanitized)
+    compile_files([BLOCKS_DRIVER], WIDE, wide_program, linking=objects_in(wide.parent))
+    lines = output_of(narrow_program)
     assert len(lines.splitlines()) == 3 * 2 * 6 * 4 + 2
-    assert lines == output_of(wide)
+    assert lines == output_of(wide_program)
 
 
 @pytest.mark.slow
@@ -132,18 +142,16 @@ def test_sources_compile_for_avx512(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["heads of 80", "heads of 64"])
-def test_sixteen_lanes_and_rounded_inputs_compute_the_same(name: str) -> None:
-    """The program of an AVX-512 machine, its vectors out of pairs and its one instruction for bf16
-    pairs emulated: same logits in fp32, a small divergence in bf16."""
-    more = ("-DMESH_VECTOR_WIDTH=16", "-DMESH_BF16_DOT=1", "-O1")
-    wide = NativeLibrary(compiled_library(more_options=more))
-    assert wide.is_wide
-    assert wide.rounds_inputs
+def test_sixteen_lanes_and_rounded_inputs_compute_the_same(wide: Path, name: str) -> None:
+    """Same logits in fp32, a small divergence in bf16."""
+    library = NativeLibrary(wide)
+    assert library.is_wide
+    assert library.rounds_inputs
     head_dim = int(name.rpartition(" ")[2])
     shape = Shape.of("qwen2", head_dim=head_dim, group=3, num_layers=1)
     ids = prompts((80,), vocab_size=VOCAB_SIZE, seed=4)[0]
     for dtype, most in (("fp32", 1e-8), ("bf16", 0.01)):
-        runner = _runner(wide, shape, dtype)
+        runner = _runner(library, shape, dtype)
         got, expected = (
             torch.cat(
                 [
