@@ -76,6 +76,7 @@ def settings(port: int, pid: int, *verbs: str, **changes: object) -> PeerSetting
     values: dict[str, object] = {
         "url": f"http://127.0.0.1:{port}", "model": "m", "pids": {"server": pid}, "verbs": verbs,
         "count": len(verbs), "num_streams": 4, "num_tokens": 40, "freeze_s": 0.5, "timeout_s": 10.0,
+        "settle_s": 0.5,
     }  # fmt: skip
     return PeerSettings(**(values | changes))  # type: ignore[arg-type]
 

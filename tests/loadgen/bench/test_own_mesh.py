@@ -29,6 +29,7 @@ raise SystemExit(3)
 """
 SILENT = """#!/usr/bin/env python3
 import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 print("still loading", flush=True)
 while True:
     signal.pause()
