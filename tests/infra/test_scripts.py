@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import time
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -65,8 +66,9 @@ def test_setup_does_nothing_when_all_is_there() -> None:
     assert took_s < 2
 
 
-def test_setup_without_a_suitable_python_says_what_is_missing(tmp_path: Path) -> None:
-    """On a path with nothing but an old Python: which versions, which modules, which variable."""
+@pytest.fixture
+def bare_setup(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run ``infra/setup`` of a new tree, on a path with nothing but an old Python."""
     tree, tools = tmp_path / "tree", tmp_path / "bin"
     (tree / "infra").mkdir(parents=True)
     tools.mkdir()
@@ -76,15 +78,36 @@ def test_setup_without_a_suitable_python_says_what_is_missing(tmp_path: Path) ->
         (tools / tool).symlink_to(str(shutil.which(tool)))
     (tools / "python3").write_text("#!/bin/sh\nexit 1\n")
     (tools / "python3").chmod(0o755)
-    ended = subprocess.run(
-        [str(tree / "infra" / "setup")],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env={"PATH": str(tools)},
-    )
-    assert ended.returncode == 1
-    assert "no Python 3.11 to 3.13" in ended.stderr
-    assert "MESH_PYTHON" in ended.stderr
-    assert not (tree / ".venv").exists()
+
+    def run(**environment: str) -> subprocess.CompletedProcess[str]:
+        ended = subprocess.run(
+            [str(tree / "infra" / "setup")],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            env={"PATH": str(tools), **environment},
+        )
+        assert ended.returncode == 1
+        assert not (tree / ".venv").exists()
+        return ended
+
+    return run
+
+
+def test_setup_without_a_suitable_python_says_what_is_missing(
+    bare_setup: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    """Which versions, which modules, which variable."""
+    said = bare_setup().stderr
+    assert "no Python 3.11 to 3.13" in said
+    assert "MESH_PYTHON" in said
+
+
+def test_setup_takes_no_other_python_than_the_one_that_was_named(
+    bare_setup: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    """One that it can't take is an error that names it."""
+    named = str(tmp_path / "python9")
+    said = bare_setup(MESH_PYTHON=named).stderr
+    assert f"MESH_PYTHON: {named} is no Python 3.11 to 3.13" in said
