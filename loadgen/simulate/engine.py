@@ -128,8 +128,10 @@ class VirtualEngine:
         assert self._plan is None, "steps are on their way"
         plan = _Plan(self.spec.max_batch_tokens)
         self._plan_decodes(plan)
-        for sequence in list(self.prefilling):
-            self._admit_in_order(plan, before=sequence)
+        # A prompt's last position, when it is left alone, goes with what decodes.
+        for sequence in sorted(self.prefilling, key=lambda one: not one.is_decoding):
+            if not sequence.is_decoding:
+                self._admit_in_order(plan, before=sequence)
             if sequence in self.prefilling and plan.budget > 0:
                 self._extend(sequence, min(sequence.num_uncomputed, plan.budget), plan)
         self._admit_in_order(plan)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -69,14 +70,22 @@ class Crowd:
         await self.mesh.until_ready(self.control)
         return relieved
 
-    async def submit(
-        self, count: int, *, tenant: str = "", priority: int = 0, max_tokens: int = 24
-    ) -> list[TokenStream]:
+    @contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """The worker does not go on meanwhile: however slow this machine is, some must wait."""
+        worker = self.mesh.roles["both-0"]
+        worker.send(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            worker.send(signal.SIGCONT)
+
+    async def submit(self, count: int, *, tenant: str = "", priority: int = 0) -> list[TokenStream]:
         """So many requests, all of them accepted."""
         streams = []
         for _ in range(count):
             request: InferenceRequest = msgspec.structs.replace(
-                self.mesh.request("The sea is", max_tokens=max_tokens, ignore_eos=True),
+                self.mesh.request("The sea is", max_tokens=24, ignore_eos=True),
                 tenant=tenant,
                 priority=priority,
             )
@@ -166,15 +175,11 @@ async def test_priorities_go_first_and_nothing_starves(crowd: Crowd) -> None:
 async def test_who_is_cancelled_while_it_waits_is_never_begun(crowd: Crowd) -> None:
     """Its admission is acked, and nobody claims it; the others go on."""
     others = await crowd.submit(AHEAD + 4)
-    worker = crowd.mesh.roles["both-0"]
-    worker.send(signal.SIGSTOP)  # however slow this machine is, its turn does not come
-    try:
+    with crowd.standing_still():  # its turn does not come
         (gone,) = await crowd.submit(1)
         await gone.cancel()
         with pytest.raises(RequestCancelled):
             await crowd.read_one(gone)
-    finally:
-        worker.send(signal.SIGCONT)
     await crowd.read(others)
     assert gone.request_id not in crowd.claims
     assert await crowd.num_waiting() == 0
@@ -182,8 +187,9 @@ async def test_who_is_cancelled_while_it_waits_is_never_begun(crowd: Crowd) -> N
 
 async def test_control_is_killed_while_many_wait(crowd: Crowd) -> None:
     """Another goes on with those that wait: each is answered once, with one claim and one end."""
-    streams = await crowd.submit(30)
-    assert await crowd.num_waiting() > 0
+    with crowd.standing_still():
+        streams = await crowd.submit(30)
+        assert await crowd.num_waiting() > 0
     relieved = await crowd.relieve()
     relieved.kill()
     await crowd.read(streams)
@@ -195,19 +201,18 @@ async def test_control_is_killed_while_many_wait(crowd: Crowd) -> None:
 async def test_a_control_that_drains_hands_over_who_waits(crowd: Crowd) -> None:
     """It leaves while they wait, for a worker that stands still, and the other one has them. Who of
     the two holds them is the broker's choice."""
-    worker, names = crowd.mesh.roles["both-0"], {crowd.control}
+    names = {crowd.control}
     await crowd.relieve()
     names.add(crowd.control)
-    streams = await crowd.submit(30, max_tokens=48)
-    worker.send(signal.SIGSTOP)
-    held = {name: await crowd.num_held(name) for name in names}
-    name = max(held, key=held.__getitem__)
-    assert held[name] > 0
-    (crowd.control,) = names - {name}
-    leaving = crowd.mesh.roles[name]
-    leaving.send(signal.SIGTERM)
-    await asyncio.to_thread(leaving.process.wait, 60)
-    worker.send(signal.SIGCONT)
+    with crowd.standing_still():
+        streams = await crowd.submit(30)
+        held = {name: await crowd.num_held(name) for name in names}
+        name = max(held, key=held.__getitem__)
+        assert held[name] > 0
+        (crowd.control,) = names - {name}
+        leaving = crowd.mesh.roles[name]
+        leaving.send(signal.SIGTERM)
+        await asyncio.to_thread(leaving.process.wait, 60)
     assert leaving.process.returncode == 0
     assert '"outcome":"cut_off"' in leaving.log.read_text(), "it gave some back"
     await crowd.read(streams)
@@ -235,8 +240,9 @@ async def test_the_broker_is_killed_while_many_wait(crowd: Crowd) -> None:
     """They wait on in its store: each is answered once when it is back."""
     broker = crowd.mesh.broker
     assert isinstance(broker, EmbeddedBroker)
-    streams = await crowd.submit(30)
-    assert await crowd.num_waiting() > 0
+    with crowd.standing_still():
+        streams = await crowd.submit(30)
+        assert await crowd.num_waiting() > 0
     await broker.kill()
     await broker.restart()
     await crowd.read(streams)

@@ -7,7 +7,7 @@ from random import Random
 from statistics import fmean
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from loadgen.simulate.engine import VirtualEngine
@@ -24,6 +24,12 @@ from tests.loadgen.simulate.truth import (
 from tests.workers.engine.simulated_engines import BLOCK_SIZE
 
 _EXACT = 1e-9
+# The last position of the second prompt is left alone when the third comes, which overtakes.
+_LAST_POSITION = [
+    Job(due_s=0.0, hash_ids=(), num_prompt=1, num_output=1, overtakes=False),
+    Job(due_s=0.4922, hash_ids=(), num_prompt=49, num_output=1, overtakes=False),
+    Job(due_s=0.5, hash_ids=(), num_prompt=1, num_output=1, overtakes=True),
+]
 
 
 def _jobs(max_size: int) -> st.SearchStrategy[list[Job]]:
@@ -91,6 +97,7 @@ def _end_s(times: Times) -> float:
 
 @settings(max_examples=40, deadline=None)
 @given(jobs=_jobs(6), batch=st.integers(8, 64), sequences=st.integers(1, 8))
+@example(jobs=_LAST_POSITION, batch=48, sequences=2)
 def test_tokens_come_when_the_real_engine_brings_them(
     jobs: list[Job], batch: int, sequences: int
 ) -> None:
