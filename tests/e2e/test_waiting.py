@@ -62,12 +62,17 @@ class Crowd:
             self.ends[entry.request_id] += 1
 
     async def relieve(self) -> Role:
-        """Start another control process; the one that it is to take over from."""
+        """Start another control process; the one that it is to take over from. It has heard of
+        the worker then: as long as it knows of none, nobody waits in it but all in the queue."""
         relieved = self.mesh.roles[self.control]
         self.control = f"control-{self.num_controls}"
         self.num_controls += 1
         await self.mesh.start("control", self.control, *self.models)
         await self.mesh.until_ready(self.control)
+        before = self.mesh.beat_of("both-0")
+        async with asyncio.timeout(60):
+            while self.mesh.beat_of("both-0") is before:
+                await asyncio.sleep(0.01)
         return relieved
 
     @contextmanager
