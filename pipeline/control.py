@@ -82,8 +82,6 @@ async def serve_control(ctx: RoleContext, config: ControlConfig) -> None:
     )
     decisions = Decisions(ctx, config, policies)
     reader = PromptReader(decisions.placement.max_sequence_tokens)
-    for source in config.models:
-        await _register(registry, reader, source.name, Path(source.source))
     dispatch = Dispatch(bus, stage_ctx.chain, ctx.log)
     admission = Admission(
         stage_ctx,
@@ -134,17 +132,20 @@ async def serve_control(ctx: RoleContext, config: ControlConfig) -> None:
     )
     questions = TokenizeService(bus, registry, reader.tokenizer_of, ctx.log)
     async with task_scope() as tasks:
+        tasks.create_task(takeover.run(), name="take-over")
+        for source in config.models:  # beats are heard meanwhile
+            await _register(registry, reader, source.name, Path(source.source))
         tasks.create_task(questions.run(), name="tokenize")
         tasks.create_task(decisions.index_feed.run(), name="kv index")
         tasks.create_task(decisions.placed_feed.run(), name="placed")
         if config.policies is not None:
             tasks.create_task(policies.run(bus.times.beat_s), name="policies")
-        tasks.create_task(takeover.run(), name="take-over")
         tasks.create_task(registry.run(), name="registry")
         tasks.create_task(unclaimed.run(), name="unclaimed")
         tasks.create_task(dispatch.run(), name="dispatch")
         tasks.create_task(_stop_when_draining(ctx, admit, route), name="drain")
         await redeliver_to_control(bus)  # of the one that we replace, perhaps
+        await takeover.until_all_heard()
         ctx.ready()
         async with asyncio.TaskGroup() as stages:
             stages.create_task(admit.run(), name="admission")

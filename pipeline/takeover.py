@@ -52,6 +52,7 @@ from schemas.tokens import (
     decode_chain_entry,
 )
 
+_HEARD_BEATS = 1.25  # beat intervals: a beat of each process, and some for the way
 _REMEMBER_VERDICTS_S = 3600.0
 _ENDED_PER_TICK = 64  # of a dead bridge's requests: the dead workers' are in more of a hurry
 _OVERDUE_MS = 500  # later than the workers themselves: mostly they were faster
@@ -107,6 +108,8 @@ class TakeOver:
         # (worker, request); what finds it full is not told: its chain says the same
         self._ended: asyncio.Queue[tuple[str, str]] = asyncio.Queue(4096)
         self._someone_died = asyncio.Event()
+        self._listening = asyncio.Event()
+        self._listening_since_s = 0.0
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -117,6 +120,8 @@ class TakeOver:
         bus.on_reconnected.append(self._mark_stale)
         bus.on_error.append(self._on_error)
         self._mark_stale()  # what was said before was not heard
+        self._listening_since_s = time.monotonic()
+        self._listening.set()
         try:
             async with task_scope() as tasks:
                 tasks.create_task(self._tell_workers(), name="cancel words")
@@ -129,6 +134,14 @@ class TakeOver:
             await beats.unsubscribe()
             await adoptions.unsubscribe()
             await chains.unsubscribe()
+
+    async def until_all_heard(self) -> None:
+        """Wait until every live process has beaten since we began to listen. Whoever decides
+        before takes a pool for one without workers, and puts all of its requests into the queue,
+        where there is no order but that in which they came."""
+        await self._listening.wait()
+        until_s = self._listening_since_s + _HEARD_BEATS * self._bus.times.beat_s
+        await asyncio.sleep(until_s - time.monotonic())
 
     # What is heard ---------------------------------------------------------------------------
 

@@ -62,18 +62,23 @@ class Crowd:
             self.ends[entry.request_id] += 1
 
     async def relieve(self) -> Role:
-        """Start another control process; the one that it is to take over from. It has heard of
-        the worker then: as long as it knows of none, nobody waits in it but all in the queue."""
+        """Start another control process, which then knows the worker; the one that it is to take
+        over from."""
         relieved = self.mesh.roles[self.control]
         self.control = f"control-{self.num_controls}"
         self.num_controls += 1
         await self.mesh.start("control", self.control, *self.models)
         await self.mesh.until_ready(self.control)
+        await self.worker_has_beaten()
+        return relieved
+
+    async def worker_has_beaten(self) -> None:
+        """A control process waits for a beat of everybody, but not for one that a busy machine
+        delays: as long as it knows no worker, nobody waits in it but all in the queue."""
         before = self.mesh.beat_of("both-0")
         async with asyncio.timeout(60):
             while self.mesh.beat_of("both-0") is before:
                 await asyncio.sleep(0.01)
-        return relieved
 
     @contextmanager
     def standing_still(self) -> Iterator[None]:
@@ -148,6 +153,7 @@ async def crowd(
         await mesh.until_ready()
         async with mesh.client() as client:
             crowd = Crowd(mesh, client, models)
+            await crowd.worker_has_beaten()
             await mesh.bus.subscribe(subjects.live(subjects.ALL_CHAINS), crowd.hear)
             yield crowd
 

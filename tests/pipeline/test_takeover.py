@@ -138,6 +138,35 @@ async def watch(bus: Bus, ear: Ear, until: Until) -> AsyncIterator[Watch]:
         yield Watch(bus, ear, until, tasks)
 
 
+# Who begins to listen --------------------------------------------------------------------------
+
+
+async def test_who_begins_to_listen_waits_for_a_beat_of_everybody(
+    watch: Watch, broker: EmbeddedBroker
+) -> None:
+    """Also of one that beat right before; and no longer than that. Before it listens, it waits."""
+    bus = await Bus.connect(broker.url("control"), role="control", times=Times())
+    fleet = Fleet(bus.times.dead_s, time.monotonic())
+    log = make_logger("test", stream=watch.lines.stream)
+    takeover = TakeOver(bus, ClaimChain(bus), fleet, watch.metrics, log)
+    waiting = watch.tasks.create_task(takeover.until_all_heard())
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    listening = watch.tasks.create_task(takeover.run())
+    await watch.until(lambda: not takeover._must_read)
+    assert fleet.members() == []
+    await asyncio.sleep(bus.times.beat_s / 2)  # the last ones are just due
+    assert not waiting.done()
+    await watch.say("w1")
+    await waiting
+    assert [one.worker for one in fleet.members()] == ["w1"]
+    async with asyncio.timeout(bus.times.beat_s / 2):
+        await takeover.until_all_heard()  # they have been, long ago
+    listening.cancel()
+    await asyncio.wait([listening])
+    await bus.close()
+
+
 # Workers that fall silent ---------------------------------------------------------------------
 
 
