@@ -26,6 +26,7 @@ from schemas.codec import decode
 from schemas.control import Beat
 from schemas.requests import InferenceRequest, SamplingParams
 from schemas.tokens import TokenDelta, Usage
+from tests.freezing import freeze
 
 MESH = Path(sys.executable).parent / "mesh"
 ROOT = Path(__file__).parents[2]
@@ -48,7 +49,11 @@ class Role:
     log: Path
 
     def send(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
+        """A frozen one stands still when this returns."""
+        if number == signal.SIGSTOP:
+            freeze(self.process.pid)
+        else:
+            self.process.send_signal(number)
 
     def kill(self) -> None:
         self.send(signal.SIGKILL)

@@ -28,6 +28,7 @@ from schemathesis.specs.openapi.checks import (
 from infra.drain import Drainer
 from tests.e2e.conftest import start_simulated
 from tests.e2e.harness import MODEL, Mesh, mesh_of
+from tests.freezing import freeze
 
 NUM_CLIENTS = 30
 NUM_TOKENS = 60
@@ -141,7 +142,7 @@ async def test_a_killed_bridge_fails_no_request_and_the_port_never_refuses(edge:
 async def test_a_frozen_bridge_takes_no_connection_with_it(edge: Edge) -> None:
     """What it does not take, its sibling takes."""
     frozen = edge.bridges()["bridge-edge-2"]
-    os.kill(frozen, signal.SIGSTOP)
+    freeze(frozen)
     try:
         async with asyncio.timeout(60), httpx.AsyncClient(timeout=60) as http:
             for _ in range(10):

@@ -29,6 +29,7 @@ from infra.drain import Drainer
 from schemas import subjects
 from schemas.codec import decode
 from schemas.control import Beat
+from tests.freezing import freeze
 
 SCRIPT = Path(__file__).with_name("small_mesh.py")
 T = TypeVar("T")
@@ -190,8 +191,8 @@ def test_it_says_what_is_ready_and_how_to_use_it(mesh: Mesh) -> None:
 def test_ctrl_c_twice_kills(mesh: Mesh) -> None:
     """A child that does not drain, here a frozen bridge, holds nobody up for long."""
     processes = mesh.start_ready()
-    os.kill(mesh.pid_of("both-1"), signal.SIGSTOP)
-    os.kill(mesh.pid_of("bridge"), signal.SIGSTOP)
+    freeze(mesh.pid_of("both-1"))
+    freeze(mesh.pid_of("bridge"))
     mesh.signal(signal.SIGINT)
     mesh.wait_for("stopping")
     started_s = time.monotonic()

@@ -42,6 +42,7 @@ from schemas.prefill import PrefillTask
 from schemas.requests import RequestRecord
 from schemas.tokens import Cancelled, Claim, Expired
 from tests.conftest import Connect, Until
+from tests.freezing import freeze
 from tests.pipeline.rig import (
     READER,
     SERVED,
@@ -336,7 +337,7 @@ async def test_a_frozen_brokers_silence_is_nobodys_death(
     watch.worker("w1")
     request_id, _ = await watch.claims("w1")
     await watch.until(lambda: len(takeover.ledger) == 1)
-    os.kill(broker.pid, signal.SIGSTOP)
+    freeze(broker.pid)
     try:
         await asyncio.sleep(5 * watch.bus.times.dead_s)
     finally:

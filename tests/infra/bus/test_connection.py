@@ -23,6 +23,7 @@ from infra.bus.errors import from_answer
 from infra.times import Times
 from schemas import subjects
 from schemas.errors import BusUnavailable, PayloadTooLarge, QueueFull, SchemaError
+from tests.freezing import freeze
 
 RECORD = subjects.request_record("request-1")
 CHAIN = subjects.chain("bridge.b", "request-1")
@@ -122,7 +123,7 @@ async def test_messages_in_a_row_are_stored_in_order_each_by_its_own_condition(b
 
 async def test_a_row_fails_with_its_connection(broker, bus, until):
     """What is not known to be stored is said so."""
-    os.kill(broker.pid, signal.SIGSTOP)
+    freeze(broker.pid)
     async with asyncio.TaskGroup() as tasks:
         asked = tasks.create_task(_outcome(bus.publish_row(((RECORD, b"a", 0), (CHAIN, b"b", 0)))))
         await until(lambda: len(bus._calls) >= 2)
@@ -299,7 +300,7 @@ async def test_what_can_not_be_written_at_once_is_never_told(broker, bus, until)
     """The broker reads nothing, and the socket is full: it may all be lost with this process."""
     written, broken = [], []
     bus.on_disconnected.append(lambda: broken.append(1))
-    os.kill(broker.pid, signal.SIGSTOP)
+    freeze(broker.pid)
     try:
         for _ in range(3):
             bus.say(RECORD, bytes(bus.max_payload - 1000))
@@ -326,7 +327,7 @@ async def test_a_frozen_broker_is_noticed_and_left(broker, bus, until):
     broken, back = [], []
     bus.on_disconnected.append(lambda: broken.append(1))
     bus.on_reconnected.append(lambda: back.append(1))
-    os.kill(broker.pid, signal.SIGSTOP)
+    freeze(broker.pid)
     started = time.monotonic()
     with pytest.raises(BusUnavailable):
         await _publish_for_ever(bus)
@@ -342,7 +343,7 @@ async def test_a_late_pong_does_no_harm(broker, bus, until):
     the connection lives on."""
     broken = []
     bus.on_disconnected.append(lambda: broken.append(1))
-    os.kill(broker.pid, signal.SIGSTOP)
+    freeze(broker.pid)
     await bus.subscribe("mesh.v1.x", lambda message: None)  # gives up its round trip
     os.kill(broker.pid, signal.SIGCONT)
     heard = []

@@ -16,6 +16,7 @@ from infra.bus import (
 )
 from infra.bus.topology import delete_consumer
 from schemas import subjects
+from tests.freezing import freeze
 
 OWN = subjects.prefill("m@r", "w1")
 ANY = subjects.prefill("m@r")
@@ -145,7 +146,7 @@ async def test_a_frozen_broker_only_delays_work(broker, bus, times, until):
         running = tasks.create_task(worker.pull.run())
         await _fill(bus, ANY, "a")
         await until(lambda: len(worker.taken) == 1)
-        os.kill(broker.pid, signal.SIGSTOP)
+        freeze(broker.pid)
         await asyncio.sleep(4 * times.pull_expiry_s)
         os.kill(broker.pid, signal.SIGCONT)
         await _fill(bus, ANY, "b")

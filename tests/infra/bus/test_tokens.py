@@ -8,6 +8,7 @@ import pytest
 from infra.bus import TOKENS, StreamReader, TokenWriter, replay, stream_reader, token_writer
 from schemas import subjects
 from schemas.errors import BusUnavailable, PayloadTooLarge, QueueFull
+from tests.freezing import freeze
 
 READER = "bridge.b1"
 STREAM = subjects.token_stream(READER)
@@ -158,7 +159,7 @@ async def test_an_answer_on_a_new_connection_says_nothing_of_the_old_one(
         told = connection.on_reconnected[:]
         connection.on_reconnected.clear()  # the moment before it is told, made long
         writer._sample_s = 1000.0  # nobody asks by the way
-        os.kill(broker.pid, signal.SIGSTOP)
+        freeze(broker.pid)
         await _write(writer, range(1, 4))  # into the socket of a broker that never reads them
         await broker.restart()
         await until(lambda: connection.num_reconnects == 1 and connection.is_connected)
@@ -308,7 +309,7 @@ async def test_the_broker_is_frozen_in_mid_stream(broker, connect, bus, until):
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(_write(writer, range(3000), pause_s=0.001))
             await until(lambda: len(listener.got) > 200)
-            os.kill(broker.pid, signal.SIGSTOP)
+            freeze(broker.pid)
             await until(lambda: not (writer_bus.is_connected or reader_bus.is_connected), 8)
             os.kill(broker.pid, signal.SIGCONT)
         await writer.flush(60)

@@ -36,7 +36,7 @@ DRIVER = Path(__file__).with_name("sanitized_driver.cpp")
 BLOCKS_DRIVER = Path(__file__).with_name("quantised_driver.cpp")
 TEAM_DRIVER = Path(__file__).with_name("team_driver.cpp")
 SANITIZED = (
-    *STRICT, *target_options(AVX2), "-O1", "-g1", "-fPIC", "-pthread", f"-I{SOURCES}",
+    *STRICT, *target_options(AVX2), "-O0", "-g1", "-fPIC", "-pthread", f"-I{SOURCES}",
     "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer",
 )  # fmt: skip
 # An AVX-512 machine's program, its vectors out of pairs, its instruction for bf16 pairs emulated.
