@@ -166,13 +166,19 @@ async def bridges(shared: Bridges) -> AsyncIterator[Bridges]:
 
 
 def same_but_for_names(one: Reading, other: Reading) -> bool:
-    """Whether two answers to one question have the same bytes; each has its own id and time."""
+    """Whether two answers to one question have the same bytes; each has its own id and time. How
+    the events of its choices take turns is each answer's own, too: a worker that was held up tells
+    the tokens of several steps at once, choice after choice."""
 
-    def plain(reading: Reading) -> bytes:
+    def plain(reading: Reading) -> dict[bytes, list[bytes]]:
         created = reading.body.partition(b'"created":')[2].partition(b",")[0]
-        return reading.body.replace(reading.request_id.encode(), b"ID").replace(
-            b'"created":' + created, b'"created":0'
-        )
+        by_choice: dict[bytes, list[bytes]] = {}
+        for event in reading.events:
+            data = event[event.index(b"data: ") :].replace(reading.request_id.encode(), b"ID")
+            data = data.replace(b'"created":' + created, b'"created":0')
+            index = data.partition(b'"index":')[2].partition(b",")[0]  # of usage and end: none
+            by_choice.setdefault(index, []).append(data)
+        return by_choice
 
     return plain(one) == plain(other)
 
