@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import structlog
 import torch
 
-from infra.model_folder import open_model_folder
+from infra.model_folder import ModelFolder
 from infra.transport.shm import SharedPool
 from schemas.errors import ConfigError
 from workers.engine.api import Runner
-from workers.engine.device.load import load_on_device
 from workers.engine.device.select import CPU, resolve_device
+from workers.engine.dtypes import QUANTISED
 from workers.engine.engine import Engine, EngineConfig
 from workers.engine.kv_layout import KvLayout
-from workers.engine.loader import QUANTISED, LoadedModel, load_model
 from workers.engine.native.compiler import NativeUnavailable
-from workers.engine.native.load import load_native, why_not_native
+from workers.engine.native.load import load_native
 from workers.engine.output import Vocabulary
-from workers.engine.runner import TorchRunner, layout_of
+
+if TYPE_CHECKING:
+    from workers.engine.loader import LoadedModel
 
 _log = structlog.get_logger(__name__)
 
@@ -72,19 +73,17 @@ def build_torch_engine(
     where = _device(device, dtype, kernels)
     if where != CPU:
         return builder.on_device(where)
-    reason = None if kernels == "general" else why_not_native(open_model_folder(folder).path)
-    if kernels != "general" and reason is None:
+    reason = "kernels is general"
+    if kernels != "general":
         try:
             return builder.native()
         except NativeUnavailable as error:
             reason = str(error)
     if dtype in QUANTISED:
-        raise ConfigError(
-            f"dtype {dtype} needs native kernels: {reason or 'kernels is general'}", param="dtype"
-        )
+        raise ConfigError(f"dtype {dtype} needs native kernels: {reason}", param="dtype")
     if kernels == "native":
         raise ConfigError(f"native kernels can't be used: {reason}", param="kernels")
-    _log.info("general_path_chosen", reason=reason or "kernels is general")
+    _log.info("general_path_chosen", reason=reason)
     return builder.general()
 
 
@@ -99,7 +98,8 @@ def _device(name: str, dtype: str, kernels: str) -> torch.device:
 
 
 class _Builder:
-    """Builds one engine in one of the ways; all begin with the model as transformers loads it."""
+    """Builds one engine in one of the ways. transformers is imported where it is needed: that takes
+    seconds, and a model that ran natively before does without."""
 
     def __init__(
         self,
@@ -120,38 +120,49 @@ class _Builder:
         self._config = config
 
     def native(self) -> Engine:
-        loaded = load_model(self._folder, "bf16" if self._dtype == "auto" else self._dtype)
-        layout = layout_of(loaded, block_size=self._block_size)
-        if self._dtype in QUANTISED:
-            layout = replace(layout, weights=self._dtype)
-        pool, slots = self._pool(loaded, layout)
-        runner = load_native(loaded, layout, slots, num_threads=torch.get_num_threads())
-        return self._engine(runner, pool, loaded)
+        dtype = "bf16" if self._dtype == "auto" else self._dtype
+        loaded = load_native(
+            self._folder,
+            dtype,
+            block_size=self._block_size,
+            num_threads=torch.get_num_threads(),
+        )
+        pool, slots = self._pool(loaded.facts, loaded.layout)
+        return self._engine(loaded.runner(slots), pool, loaded.facts)
 
     def general(self) -> Engine:
-        loaded = load_model(self._folder, self._dtype)
-        layout = layout_of(loaded, block_size=self._block_size)
-        pool, slots = self._pool(loaded, layout)
-        return self._engine(TorchRunner(loaded, layout, slots), pool, loaded)
+        from workers.engine.runner import TorchRunner  # transformers, and seconds of imports
+
+        loaded, layout = self._loaded(self._dtype)
+        pool, slots = self._pool(loaded.facts, layout)
+        return self._engine(TorchRunner(loaded, layout, slots), pool, loaded.facts)
 
     def on_device(self, device: torch.device) -> Engine:
-        loaded = load_model(self._folder, "bf16" if self._dtype == "auto" else self._dtype)
-        layout = layout_of(loaded, block_size=self._block_size)
-        pool, slots = self._pool(loaded, layout)
+        from workers.engine.device.load import load_on_device  # transformers
+
+        loaded, layout = self._loaded("bf16" if self._dtype == "auto" else self._dtype)
+        pool, slots = self._pool(loaded.facts, layout)
         most = self._config.max_num_sequences
         runner = load_on_device(loaded, layout, slots, device, max_batch=most)
-        return self._engine(runner, pool, loaded)
+        return self._engine(runner, pool, loaded.facts)
 
-    def _engine(self, runner: Runner, pool: SharedPool, loaded: LoadedModel) -> Engine:
-        return Engine(runner, pool, Vocabulary.from_folder(loaded.facts.path), self._config)
+    def _loaded(self, dtype: str) -> tuple[LoadedModel, KvLayout]:
+        from workers.engine.loader import load_model
+        from workers.engine.runner import layout_of
+
+        loaded = load_model(self._folder, dtype)
+        return loaded, layout_of(loaded, block_size=self._block_size)
+
+    def _engine(self, runner: Runner, pool: SharedPool, facts: ModelFolder) -> Engine:
+        return Engine(runner, pool, Vocabulary.from_folder(facts.path), self._config)
 
     def _pool(
-        self, loaded: LoadedModel, layout: KvLayout
+        self, facts: ModelFolder, layout: KvLayout
     ) -> tuple[SharedPool, npt.NDArray[np.uint8]]:
         """The memory, and its slots that are the engine's."""
         num_blocks = self._num_blocks
         if self._kv_bytes is not None:
-            blocks_per_sequence = -(-loaded.facts.context_length // self._block_size)
+            blocks_per_sequence = -(-facts.context_length // self._block_size)
             most = blocks_per_sequence * self._config.max_num_sequences
             num_blocks = min(most, _num_blocks(self._kv_bytes, layout))
         assert num_blocks is not None

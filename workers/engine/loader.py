@@ -12,16 +12,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from infra.model_folder import ModelFolder, open_model_folder
-from schemas.errors import ConfigError, ModelUnsupported
-
-# Of weights in blocks, what they are compared with and what keys and values are kept in.
-_DTYPES = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "q4": torch.bfloat16,
-    "q4-exact": torch.float32,
-}
-QUANTISED = ("q4", "q4-exact")
+from schemas.errors import ModelUnsupported
+from workers.engine.dtypes import torch_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,14 +36,11 @@ def load_model(folder: Path | str, dtype: str = "auto") -> LoadedModel:
             the weights do not fill it.
         ConfigError: an unknown dtype.
     """
-    torch_dtype = _DTYPES.get(preferred_dtype() if dtype == "auto" else dtype)
-    if torch_dtype is None:
-        known = ", ".join(("auto", *_DTYPES))
-        raise ConfigError(f"dtype is {dtype!r}, none of {known}", param="dtype")
+    kept_in = torch_dtype(preferred_dtype() if dtype == "auto" else dtype)
     facts = open_model_folder(folder)
     _check_class(facts)
     try:
-        model, loading = _read_weights(facts.path, torch_dtype)
+        model, loading = _read_weights(facts.path, kept_in)
     except Exception as error:  # transformers raises of any kind here; the reason is passed on
         raise ModelUnsupported(f"{facts.path}: can't be loaded: {error}", param="model") from error
     missing = sorted(loading["missing_keys"])

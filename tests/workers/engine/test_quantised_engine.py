@@ -26,7 +26,7 @@ from workers.engine.engine import Engine, EngineConfig
 from workers.engine.gguf_blocks import open_blocks
 from workers.engine.native.compiler import NativeUnavailable
 from workers.engine.native.load import load_library
-from workers.engine.native.quantised import quantised_weights
+from workers.engine.native.quantised import QuantisedWeights
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +61,7 @@ def test_exact_answers_of_a_model_quantised_here(
     reference = reference_model(folder)
     before = reference.model.layers[0].mlp.up_proj.weight.clone()
     with torch.no_grad():
-        quantised_weights(load_library(), reference, folder, is_exact=True)
+        QuantisedWeights(load_library(), folder, is_exact=True).put_into(reference)
     assert not torch.equal(reference.model.layers[0].mlp.up_proj.weight, before)
     asked = prompts((21, 5, 37), vocab_size=VOCAB_SIZE)
     got = answers(quantised_engine(folder, "q4-exact"), asked, 20)

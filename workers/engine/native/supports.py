@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
-
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 # Rotations that depend on nothing but the position. Others change with the longest sequence of a
 # batch, so that a result would depend on its neighbours.
@@ -17,6 +15,8 @@ _GRANULE = 16  # of src/simd.h
 def reason_against(folder: Path) -> str | None:
     """Why the native path can't run the model in ``folder``, from its configuration; None if it
     can."""
+    from transformers import AutoConfig  # takes a second
+
     return reason_against_config(AutoConfig.from_pretrained(folder, local_files_only=True))
 
 

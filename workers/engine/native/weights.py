@@ -1,16 +1,18 @@
-"""From transformers' modules to the library's packed form."""
+"""From a model's tensors to the library's packed form."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from workers.engine.kv_layout import KvLayout
+from workers.engine.native.blueprint import Blueprint
 from workers.engine.native.library import (
     KIND_OF_DTYPE,
     Kind,
@@ -21,8 +23,26 @@ from workers.engine.native.library import (
     Times,
     check,
 )
-from workers.engine.native.quantised import QuantisedWeights, Weights
-from workers.engine.native.supports import head_dim
+from workers.engine.native.tensors import Tensors
+
+_EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """The weights of one linear layer, as they are packed."""
+
+    kind: Kind
+    source: Kind  # what ``rows`` hold
+    rows: Tensor  # [num_outputs, num_inputs], or bytes of blocks
+    num_inputs: int
+
+
+class InBlocks(Protocol):
+    """Weights in blocks, see ``native/quantised.py``."""
+
+    def weights(self, name: str, tensors: Tensors) -> Weights:
+        """Those of a parameter."""
 
 
 class NativeModel:
@@ -65,108 +85,112 @@ class NativeModel:
             self.handle = None
 
 
-def shape_of(config: Any, layout: KvLayout) -> ModelShape:
+def shape_of(blueprint: Blueprint, layout: KvLayout) -> ModelShape:
     """What the library must know about a model. ``layout`` says how its pool lies."""
-    size = head_dim(config)
     return ModelShape(
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=size,
-        intermediate_size=config.intermediate_size,
-        vocab_size=config.vocab_size,
+        num_layers=blueprint.num_layers,
+        hidden_size=blueprint.hidden_size,
+        num_heads=blueprint.num_heads,
+        num_kv_heads=blueprint.num_kv_heads,
+        head_dim=blueprint.head_dim,
+        intermediate_size=blueprint.intermediate_size,
+        vocab_size=blueprint.vocab_size,
         block_size=layout.block_size,
         kv_kind=KIND_OF_DTYPE[getattr(torch, layout.dtype)],
-        norm_epsilon=config.rms_norm_eps,
-        score_scale=size**-0.5,
+        norm_epsilon=blueprint.norm_epsilon,
+        score_scale=blueprint.head_dim**-0.5,
     )
 
 
 def pack_model(
     library: NativeLibrary,
-    model: Any,
+    blueprint: Blueprint,
+    tensors: Tensors,
     layout: KvLayout,
     num_threads: int,
-    quantised: QuantisedWeights | None = None,
+    in_blocks: InBlocks | None = None,
 ) -> NativeModel:
-    """Pack a model of a supported family, layer after layer. What was packed is freed in
-    ``model``, which is of no use afterwards: at no time are there two copies of all weights.
+    """Pack a model of a supported family, layer after layer.
 
-    Weights keep their dtype, but for those that ``quantised`` has as blocks.
+    Args:
+        in_blocks: has all linear layers in blocks; without it weights keep their dtype.
+
+    Raises:
+        KeyError: a tensor is missing.
     """
-    native = NativeModel(library, shape_of(model.config, layout), num_threads)
-    packer = _Packer(library, native, quantised)
-    for number, layer in enumerate(model.model.layers):
-        packer.pack_layer(number, layer)
-    native.set_norm(0, Role.FINAL_NORM, model.model.norm.weight)
-    if model.lm_head.weight is not model.model.embed_tokens.weight:
-        packer.pack(0, Role.EMBEDDING, [model.model.embed_tokens])
-    packer.pack(0, Role.HEAD, [model.lm_head])
+    native = NativeModel(library, shape_of(blueprint, layout), num_threads)
+    packer = _Packer(library, native, tensors, in_blocks)
+    for number, window in enumerate(blueprint.windows):
+        packer.pack_layer(number)
+        if window is not None:
+            native.set_window(number, window)
+    packer.set_norm(0, Role.FINAL_NORM, "model.norm")
+    if blueprint.is_tied:
+        packer.pack(0, Role.HEAD, [_EMBEDDING])
+    else:
+        packer.pack(0, Role.EMBEDDING, [_EMBEDDING])
+        packer.pack(0, Role.HEAD, [_HEAD])
     return native
 
 
 class _Packer:
     def __init__(
-        self, library: NativeLibrary, native: NativeModel, quantised: QuantisedWeights | None
+        self,
+        library: NativeLibrary,
+        native: NativeModel,
+        tensors: Tensors,
+        in_blocks: InBlocks | None,
     ) -> None:
         self._library = library
         self._native = native
-        self._quantised = quantised
+        self._tensors = tensors
+        self._in_blocks = in_blocks
 
-    def pack_layer(self, number: int, layer: Any) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
-        self.pack(
-            number, Role.QUERY_KEY_VALUE, [attention.q_proj, attention.k_proj, attention.v_proj]
-        )
-        self.pack(number, Role.OUTPUT, [attention.o_proj])
-        self.pack(number, Role.GATE_UP, [mlp.gate_proj, mlp.up_proj])
-        self.pack(number, Role.DOWN, [mlp.down_proj])
-        norms = {
-            Role.INPUT_NORM: layer.input_layernorm,
-            Role.POST_NORM: layer.post_attention_layernorm,
-            Role.QUERY_NORM: getattr(attention, "q_norm", None),
-            Role.KEY_NORM: getattr(attention, "k_norm", None),
-        }
-        for role, norm in norms.items():
-            if norm is not None:
-                self._native.set_norm(number, role, norm.weight)
-        window = _window_of(attention)
-        if window is not None:
-            self._native.set_window(number, window)
+    def pack_layer(self, number: int) -> None:
+        layer = f"model.layers.{number}"
+        attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
+        projections = [f"{attention}.{one}_proj" for one in "qkv"]
+        self.pack(number, Role.QUERY_KEY_VALUE, projections)
+        self.pack(number, Role.OUTPUT, [f"{attention}.o_proj"])
+        self.pack(number, Role.GATE_UP, [f"{mlp}.gate_proj", f"{mlp}.up_proj"])
+        self.pack(number, Role.DOWN, [f"{mlp}.down_proj"])
+        self.set_norm(number, Role.INPUT_NORM, f"{layer}.input_layernorm")
+        self.set_norm(number, Role.POST_NORM, f"{layer}.post_attention_layernorm")
+        for role, name in ((Role.QUERY_NORM, "q_norm"), (Role.KEY_NORM, "k_norm")):
+            norm = self._tensors.take(f"{attention}.{name}.weight")
+            if norm is not None:  # some families have them
+                self._native.set_norm(number, role, norm)
 
-    def pack(self, layer: int, role: Role, modules: Sequence[nn.Module]) -> None:
-        """Pack modules of equal inputs as one layer of the library, outputs in their order; as
-        several that follow each other where their kinds differ."""
+    def set_norm(self, layer: int, role: Role, name: str) -> None:
+        """Pack the norm called ``name``."""
+        self._native.set_norm(layer, role, self._take(f"{name}.weight"))
+
+    def pack(self, layer: int, role: Role, names: Sequence[str]) -> None:
+        """Pack linear layers of equal inputs as one layer of the library, outputs in their order;
+        as several that follow each other where their kinds differ."""
         assert self._native.handle is not None
-        for kind, group in groupby(map(self._weights_of, modules), lambda weights: weights.kind):
-            made = self._packed(kind, list(group))
-            made.give_to(self._native.handle, layer, role)
-        for module in modules:
-            module.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+        parts = [(self._weights(name), self._tensors.take(f"{name}.bias")) for name in names]
+        for kind, group in groupby(parts, lambda part: part[0].kind):
+            self._packed(kind, list(group)).give_to(self._native.handle, layer, role)
 
-    def _packed(self, kind: Kind, parts: Sequence[Weights]) -> Linear:
-        num_outputs = sum(len(part.rows) for part in parts)
-        packed = Linear(self._library, kind, num_outputs, parts[0].num_inputs)
+    def _packed(self, kind: Kind, parts: Sequence[tuple[Weights, Tensor | None]]) -> Linear:
+        num_outputs = sum(len(weights.rows) for weights, _ in parts)
+        packed = Linear(self._library, kind, num_outputs, parts[0][0].num_inputs)
         first = 0
-        for part in parts:
-            packed.fill(first, part.rows, part.bias, source=part.source)
-            first += len(part.rows)
+        for weights, bias in parts:
+            packed.fill(first, weights.rows, bias, source=weights.source)
+            first += len(weights.rows)
         return packed
 
-    def _weights_of(self, module: Any) -> Weights:
-        found = self._quantised.weights_of(module) if self._quantised is not None else None
-        if found is not None:
-            return found
-        rows = module.weight
+    def _weights(self, name: str) -> Weights:
+        if self._in_blocks is not None:
+            return self._in_blocks.weights(f"{name}.weight", self._tensors)
+        rows = self._take(f"{name}.weight")
         kind = KIND_OF_DTYPE[rows.dtype]
-        bias = getattr(module, "bias", None)
-        return Weights(kind=kind, source=kind, rows=rows, num_inputs=rows.shape[1], bias=bias)
+        return Weights(kind=kind, source=kind, rows=rows, num_inputs=rows.shape[1])
 
-
-def _window_of(attention: Any) -> int | None:
-    """How many tokens a query of this layer sees; None: all before it. Where layers differ they
-    say it themselves, else it stands in the configuration alone."""
-    if hasattr(attention, "sliding_window"):
-        return attention.sliding_window  # type: ignore[no-any-return]
-    return getattr(attention.config, "sliding_window", None)
+    def _take(self, name: str) -> Tensor:
+        tensor = self._tensors.take(name)
+        if tensor is None:
+            raise KeyError(name)
+        return tensor

@@ -18,10 +18,13 @@ from workers.engine.api import ScheduledSequence
 from workers.engine.attention import IMPLEMENTATION
 from workers.engine.kv_layout import KvLayout
 from workers.engine.loader import LoadedModel
+from workers.engine.native.blueprint import blueprint_of
+from workers.engine.native.library import NativeLibrary
 from workers.engine.native.load import load_library
 from workers.engine.native.rope import RopeTable
 from workers.engine.native.runner import NativeRunner
-from workers.engine.native.weights import pack_model
+from workers.engine.native.tensors import ModelTensors
+from workers.engine.native.weights import NativeModel, pack_model
 from workers.engine.runner import TorchRunner
 
 VOCAB_SIZE = 331  # no whole number of panels
@@ -141,6 +144,15 @@ def general_runner(
     return TorchRunner(loaded(model), layout, pool)
 
 
+def packed_model(
+    library: NativeLibrary, model: PreTrainedModel, layout: KvLayout, num_threads: int = 1
+) -> tuple[NativeModel, RopeTable]:
+    """In the library's memory; ``model`` is of no use afterwards."""
+    blueprint = blueprint_of(model)
+    rope = RopeTable(blueprint.inv_freq, blueprint.rope_scaling, 4096)
+    return pack_model(library, blueprint, ModelTensors(model), layout, num_threads), rope
+
+
 def native_runner(
     shape: Shape,
     dtype: str = "fp32",
@@ -152,8 +164,7 @@ def native_runner(
 ) -> NativeRunner:
     model = make_model(shape, dtype)
     layout = layout_for(shape, dtype, block_size)
-    rope = RopeTable(model.model.rotary_emb, 4096)
-    packed = pack_model(load_library(), model, layout, num_threads)
+    packed, rope = packed_model(load_library(), model, layout, num_threads)
     if pool is None:
         pool = make_pool(layout, num_blocks)
     return NativeRunner(packed, rope, loaded(model).facts, layout, pool)

@@ -17,15 +17,14 @@ from tests.workers.engine.native.native_models import (
     loaded,
     make_model,
     make_pool,
+    packed_model,
     scheduled,
 )
 from tests.workers.engine.torch_engines import prompts
 from workers.engine.native.compiler import SOURCES, compile_files, target_options
 from workers.engine.native.library import NativeLibrary
-from workers.engine.native.rope import RopeTable
 from workers.engine.native.runner import NativeRunner
 from workers.engine.native.self_test import divergence
-from workers.engine.native.weights import pack_model
 
 AVX2 = frozenset({"avx2", "fma", "f16c"})
 AVX512_BF16 = AVX2 | {
@@ -167,6 +166,5 @@ def test_sixteen_lanes_and_rounded_inputs_compute_the_same(wide: Path, name: str
 def _runner(library: NativeLibrary, shape: Shape, dtype: str) -> NativeRunner:
     model = make_model(shape, dtype)
     layout = layout_for(shape, dtype, 4)
-    rope = RopeTable(model.model.rotary_emb, 4096)
-    packed = pack_model(library, model, layout, 1)
+    packed, rope = packed_model(library, model, layout)
     return NativeRunner(packed, rope, loaded(model).facts, layout, make_pool(layout, 64))
