@@ -29,9 +29,8 @@ from infra.model_folder import ModelFolder
 from workers.engine.native.blueprint import Blueprint
 from workers.engine.sources import default_cache_dir
 
-_SOURCES = Path(__file__).parent
-_ENGINE = _SOURCES.parent
-_OURS = (*sorted(_SOURCES.glob("*.py")), _ENGINE / "gguf_blocks.py", _ENGINE / "kv_layout.py")
+_NATIVE = Path(__file__).parent
+_OURS = (*sorted(_NATIVE.glob("*.py")), *sorted(_NATIVE.parent.glob("*.py")))  # of both paths
 
 _log = structlog.get_logger(__name__)
 
@@ -49,11 +48,10 @@ class Memory:
 
     Args:
         form: its dtype, or that of its blocks.
-        folder: default: beside the folder of converted models, in the user's cache.
     """
 
-    def __init__(self, facts: ModelFolder, form: str, folder: Path | None = None) -> None:
-        self._folder = folder or default_cache_dir().parent / "checked"
+    def __init__(self, facts: ModelFolder, form: str) -> None:
+        self._folder = default_cache_dir().parent / "checked"
         self._stem = f"native-{facts.revision}-{form}"
         self._file = self._folder / f"{self._stem}.{_versions()}.safetensors"
 
